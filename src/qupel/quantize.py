@@ -1,0 +1,250 @@
+"""Quantizers of one layer: its weights x as a flat vector (n,), its centers sorted ascending (m,).
+
+Hard: Q_c(x)_k = the center nearest to x_k.
+Soft: Q~_c(x)_k = c_1 + sum_{j=2..m} (c_j - c_{j-1}) sigmoid(P (x_k - (c_j + c_{j-1})/2)), a rounded staircase.
+
+m may be any number from 1 on, not only a power of two.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from qupel.errors import UserError
+
+BITS = range(1, 9)
+LEVELS = range(1, 257)
+INITS = ("paper", "range", "signs", "kmeans", "quantile")
+
+_COMPARE_UP_TO = 32  # levels; comparing with every boundary beats a branching binary search up to about here
+_BINS = 1_024  # k-means is solved exactly on at most this many bins
+
+
+# --- hard ---
+
+
+def boundaries(centers: Tensor) -> Tensor:
+    """Where the nearest center changes: x belongs to a center above j exactly when x > boundary j. (m,) -> (m-1,).
+
+    The midpoint of c_j and c_{j+1}, rounded down, so that comparing is exact for every representable x and a tie goes
+    to the lower center. Of equal centers all weights go to the first.
+    """
+    with torch.no_grad():
+        half = centers / 2
+        low, high = half[:-1], half[1:]  # (m-1,)
+        middle = low + high
+        # The rounding error of low + high, exactly (Knuth's two-sum).
+        shift = middle - low
+        error = (low - (middle - shift)) + (high - shift)
+        middle = torch.where(error < 0, torch.nextafter(middle, middle.new_tensor(-torch.inf)), middle)
+        # No weight stops between equal centers: the next real boundary above holds for them, too.
+        middle = torch.where(centers[:-1] == centers[1:], torch.inf, middle)
+        return middle.flip(0).cummin(0).values.flip(0)
+
+
+def assign(x: Tensor, centers: Tensor) -> Tensor:
+    """Code of every weight: argmin_j |x_k - c_j|, a tie goes to the lower center. (n,), (m,) -> (n,) int64."""
+    edges = boundaries(centers)  # (m-1,)
+    x = x.detach()
+    if not 2 <= len(centers) <= _COMPARE_UP_TO:
+        return torch.bucketize(x, edges)
+    first, *others = edges.tolist()
+    below = torch.gt(x, first).view(torch.uint8)  # boundaries below x_k (n,)
+    for edge in others:
+        below += torch.gt(x, edge).view(torch.uint8)
+    return below.long()
+
+
+def hard(x: Tensor, centers: Tensor) -> Tensor:
+    """Q_c(x): every weight becomes its nearest center. Differentiable in the centers only. (n,), (m,) -> (n,)."""
+    return centers.index_select(0, assign(x, centers))
+
+
+def center_gradient(upstream: Tensor, codes: Tensor, m: int) -> Tensor:
+    """grad_c f(Q_c(x))_j = sum of df/dQ over the weights assigned to c_j. (n,), (n,) -> (m,).
+
+    This is the hard mode of the paper (straight-through on the centers), not the limit of `soft_gradient`, whose
+    boundary terms do not vanish as P grows.
+    """
+    return upstream.new_zeros(m).scatter_add_(0, codes, upstream)
+
+
+def counts(codes: Tensor, m: int) -> Tensor:
+    """n_j, the number of weights assigned to each center. (n,) -> (m,) int64."""
+    return torch.bincount(codes, minlength=m)
+
+
+def dead_centers(codes: Tensor, m: int) -> Tensor:
+    """Indices of the centers that no weight is assigned to, ascending."""
+    return (counts(codes, m) == 0).nonzero().flatten()
+
+
+# --- soft ---
+
+
+def steepness(centers: Tensor, sharpness: float) -> Tensor:
+    """P = sharpness / mean gap, with mean gap (c_m - c_1)/(m - 1); a constant for autograd. (m,) -> ().
+
+    P has a meaning only relative to the gap between centers: P * gap (the sharpness) around 4 is nearest to the
+    identity, 50 and more is a staircase, towards 0 the quantizer is constant. With no gap (one center, or all equal)
+    the soft quantizer is that center whatever P; then P = 0.
+    """
+    if not sharpness > 0:
+        raise UserError(f"sharpness must be greater than 0, not {sharpness!r}")
+    centers = centers.detach()
+    span = centers[-1] - centers[0]
+    return torch.where(span > 0, sharpness * (len(centers) - 1) / span, 0.0)
+
+
+def soft(x: Tensor, centers: Tensor, sharpness: float) -> Tensor:
+    """Q~_c(x) with P = `steepness(centers, sharpness)`. (n,), (m,) -> (n,)."""
+    return soft_at(x, centers, steepness(centers, sharpness))
+
+
+def soft_at(x: Tensor, centers: Tensor, P: Tensor | float) -> Tensor:
+    """Q~_c(x) = c_1 + sum_{j=2..m} (c_j - c_{j-1}) sigmoid(P (x - (c_j + c_{j-1})/2)). (n,), (m,) -> (n,).
+
+    Differentiable in x and in the centers; as P grows it tends to `hard` away from the boundaries.
+    """
+    q = centers[0].expand(x.shape)  # (n,)
+    for low, high in pairwise(centers):
+        q = q + (high - low) * torch.sigmoid(P * (x - (high + low) / 2))
+    return q
+
+
+def soft_gradient(x: Tensor, centers: Tensor, P: Tensor | float, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of f(Q~_c(x)) in x and c, given upstream = df/dQ. (n,), (m,), (n,) -> (n,), (m,).
+
+    With s_j = sigmoid(P (x - (c_j + c_{j-1})/2)), j = 2..m:
+        dQ~/dx   = P sum_j (c_j - c_{j-1}) s_j (1 - s_j)
+        dQ~/dc_j = A_j - B_j,  A_1 = 1,  A_j = s_j - (c_j - c_{j-1}) (P/2) s_j (1 - s_j),
+                               B_m = 0,  B_{j-1} = s_j + (c_j - c_{j-1}) (P/2) s_j (1 - s_j).
+    The same as autograd through `soft_at`, without a graph and in O(n) memory.
+    """
+    with torch.no_grad():
+        slope = torch.zeros_like(x)  # dQ~/dx (n,)
+        grad_centers = torch.zeros_like(centers)  # (m,)
+        grad_centers[0] = upstream.sum()  # A_1
+        for j in range(1, len(centers)):
+            gap = centers[j] - centers[j - 1]
+            s = torch.sigmoid(P * (x - (centers[j] + centers[j - 1]) / 2))  # (n,)
+            bell = P * gap * s * (1 - s)  # (n,)
+            slope += bell
+            step, edge = upstream @ s, upstream @ bell / 2
+            grad_centers[j] += step - edge  # A_j
+            grad_centers[j - 1] -= step + edge  # B_{j-1}
+        return upstream * slope, grad_centers
+
+
+# --- first centers ---
+
+
+def init_centers(x: Tensor, bits: int | None = None, how: str = "paper", *, levels: int | None = None) -> Tensor:
+    """First centers of a layer, sorted: m = 2^bits of them, or m = levels if given. (n,) -> (m,).
+
+    paper     two levels: as signs; otherwise as range
+    range     m points evenly from min to max
+    signs     the mean of the negative and the mean of the positive weights (two levels only); if all weights have one
+              sign, the means of the weights up to and above their mean
+    kmeans    minimizes sum_k min_j (x_k - c_j)^2: exactly up to 1024 weights, beyond that exactly on 1024 bins of
+              neighboring weights and then by Lloyd's iteration on all of them
+    quantile  the (j + 1/2)/m quantiles, j = 0..m-1
+
+    Deterministic. A constant layer gets m equal centers.
+    """
+    if levels is None:
+        if bits is None or bits not in BITS:
+            raise UserError(f"bits must be a whole number from {BITS[0]} to {BITS[-1]}, not {bits!r}")
+        levels = 2**bits
+    elif levels not in LEVELS:
+        raise UserError(f"levels must be a whole number from {LEVELS[0]} to {LEVELS[-1]}, not {levels!r}")
+    if how not in INITS:
+        raise UserError(f"how must be one of {', '.join(INITS)}, not {how!r}")
+    if how == "signs" and levels != 2:
+        raise UserError(f"how = 'signs' gives 2 levels, not {levels}")
+    x = x.detach().flatten()
+    if len(x) == 0 or not bool(torch.isfinite(x).all()):
+        raise UserError("centers need at least one weight, and only finite ones")
+    if how == "paper":
+        how = "signs" if levels == 2 else "range"
+    if how == "range":
+        return _even(x, levels)
+    if how == "signs":
+        return _signs(x)
+    if how == "kmeans":
+        return _kmeans(x, levels)
+    return _quantiles(x.sort().values, levels)
+
+
+def _even(x: Tensor, m: int) -> Tensor:
+    low, high = (float(v) for v in x.aminmax())
+    if m == 1:
+        low = high = low / 2 + high / 2
+    return torch.linspace(low, high, m, dtype=x.dtype, device=x.device)
+
+
+def _signs(x: Tensor) -> Tensor:
+    below, above = x[x < 0], x[x > 0]
+    if len(below) == 0 or len(above) == 0:
+        below, above = x[x <= x.mean()], x[x > x.mean()]
+    if len(below) == 0 or len(above) == 0:  # a constant layer
+        return x[:1].repeat(2)
+    return torch.stack([below.mean(), above.mean()])
+
+
+def _quantiles(values: Tensor, m: int) -> Tensor:
+    """Quantiles of sorted values, linear between neighbors (torch.quantile refuses more than 16 million values)."""
+    position = (torch.arange(m, dtype=torch.float64, device=values.device) + 0.5) / m * (len(values) - 1)  # (m,)
+    below = position.long()
+    above = (below + 1).clamp(max=len(values) - 1)
+    return torch.lerp(values[below], values[above], (position - below).to(values.dtype))
+
+
+def _kmeans(x: Tensor, m: int) -> Tensor:
+    """1-D k-means: clusters of sorted values are segments, a partition is m + 1 cuts, means come from prefix sums."""
+    values = x.sort().values.double()  # (n,)
+    n = len(values)
+    total = torch.cat([values.new_zeros(1), (values - values.mean()).cumsum(0)])  # prefix sums (n+1,)
+
+    def means(cuts: Tensor) -> Tensor:  # (m+1,) -> (m,)
+        start, end = cuts[:-1], cuts[1:]
+        mean = (total[end] - total[start]) / (end - start).clamp(min=1) + values.mean()
+        # The clamp undoes rounding, and puts the center of an empty segment between its neighbors.
+        first = values[start.clamp(max=n - 1)]
+        return torch.minimum(torch.maximum(mean, first), torch.maximum(values[(end - 1).clamp(min=0)], first))
+
+    cuts = _best_cuts(values, total, m)
+    while True:  # Lloyd: the objective falls until the cuts repeat
+        centers = means(cuts)
+        moved = torch.searchsorted(values, boundaries(centers), right=True)  # (m-1,)
+        moved = torch.cat([cuts[:1], moved, cuts[-1:]])
+        if torch.equal(moved, cuts) or not _spread(total, moved) > _spread(total, cuts):
+            return centers.to(x.dtype).sort().values
+        cuts = moved
+
+
+def _spread(total: Tensor, cuts: Tensor) -> Tensor:
+    """sum_j n_j mean_j^2 of the segments: the sum of squares that the centers explain (larger is better)."""
+    size = (cuts[1:] - cuts[:-1]).clamp(min=1)
+    return ((total[cuts[1:]] - total[cuts[:-1]]) ** 2 / size).sum()
+
+
+def _best_cuts(values: Tensor, total: Tensor, m: int) -> Tensor:
+    """The best m segments whose cuts lie on an even grid of at most 1024 bins, by dynamic programming. -> (m+1,)."""
+    n = len(values)
+    grid = torch.linspace(0, n, min(n, _BINS) + 1, dtype=torch.float64, device=values.device).round().long()  # (b+1,)
+    size = grid[None, :] - grid[:, None]  # of the segment from cut i to cut k (b+1, b+1)
+    explained = (total[grid][None, :] - total[grid][:, None]) ** 2 / size.clamp(min=1)
+    explained = torch.where(size >= 0, explained, -torch.inf)
+    best, steps = explained[0], []  # best value of the segments that end at cut k (b+1,)
+    for _ in range(m - 1):
+        best, previous = (best[:, None] + explained).max(0)
+        steps.append(previous)
+    cut = torch.tensor(len(grid) - 1, device=values.device)
+    cuts = [cut]
+    for previous in reversed(steps):
+        cut = previous[cut]
+        cuts.append(cut)
+    cuts.append(torch.zeros_like(cut))
+    return grid[torch.stack(cuts[::-1])]
