@@ -1,0 +1,335 @@
+"""Data sets as tensors in memory: the known image sets, the user's own `.npz` file, the user's own arrays."""
+
+import logging
+import os
+import zipfile
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qupel.data import checks, images
+from qupel.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """Samples in memory.
+
+    inputs   uint8 images (n, C, H, W), or float32 (n, ...)
+    targets  labels int64 (n,), or float32 (n, ...) for regression and multi-label tasks
+    groups   int64 (n,), the natural owner (user, device, hospital) of each sample, when known
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    groups: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def take(self, rows: np.ndarray | Tensor) -> "Arrays":
+        """The samples at these row numbers, in this order (a copy)."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        groups = None if self.groups is None else self.groups[index]
+        return Arrays(self.inputs[index], self.targets[index], groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A train and a test set.
+
+    classes    number of classes when targets are labels, else None
+    labels     names of the classes, or ()
+    mean, std  per channel of the train images, as fractions of 255; () for float inputs, which are used as they are
+    mirror     a mirrored image keeps its label (false for digits), so that augmentation may flip it
+    note       what to say beside a number measured on this data
+    """
+
+    name: str
+    train: Arrays
+    test: Arrays
+    classes: int | None
+    labels: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    mirror: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class _Images:
+    """A known image set: where it lives on the Hugging Face hub and what it must look like."""
+
+    line: str
+    hub: str
+    shape: tuple[int, int, int]  # (C, H, W)
+    labels: tuple[str, ...]
+    mirror: bool = True
+
+
+_DIGITS = tuple("0123456789")
+_CIFAR100 = """apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus butterfly camel
+can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch crab crocodile cup dinosaur dolphin elephant
+flatfish forest fox girl hamster house kangaroo keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree
+motorcycle mountain mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain plate poppy
+porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk skyscraper snail snake spider squirrel
+streetcar sunflower sweet_pepper table tank telephone television tiger tractor train trout tulip turtle wardrobe whale
+willow_tree wolf woman worm"""
+_IMAGES = {
+    "cifar10": _Images(
+        "60,000 colour photographs of 32x32, 10 classes",
+        "uoft-cs/cifar10",
+        (3, 32, 32),
+        ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
+    ),
+    "cifar100": _Images(
+        "60,000 colour photographs of 32x32, 100 classes", "uoft-cs/cifar100", (3, 32, 32), tuple(_CIFAR100.split())
+    ),
+    "mnist": _Images(
+        "70,000 grey handwritten digits of 28x28, 10 classes", "ylecun/mnist", (1, 28, 28), _DIGITS, mirror=False
+    ),
+    "fashion_mnist": _Images(
+        "70,000 grey pictures of clothes of 28x28, 10 classes",
+        "zalando-datasets/fashion_mnist",
+        (1, 28, 28),
+        ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
+    ),
+}
+AVAILABLE: dict[str, str] = {
+    "digits": "1,797 grey handwritten digits of 8x8, 10 classes; comes with scikit-learn, needs no files",
+    **{name: known.line for name, known in _IMAGES.items()},
+    "PATH.npz": "your own arrays: train_inputs, train_targets, test_inputs, test_targets",
+}
+
+
+def load(name: str, folder: str | os.PathLike[str] | None = None, limit: int | None = None) -> Dataset:
+    """The data set `name`: one of AVAILABLE, or the path of an `.npz` file.
+
+    folder  where Parquet files are looked for: FOLDER/NAME/*.parquet or FOLDER/*.parquet; by default QUPEL_DATA
+    limit   take only the first `limit` samples of each split
+    """
+    if limit is not None and limit < 1:
+        raise UserError(f"limit {limit}: at least 1")
+    if name.endswith(".npz"):
+        return _first(from_npz(name), limit)
+    key = _key(name)
+    if key == "digits":
+        return _first(_digits(), limit)
+    if key not in _IMAGES:
+        raise UserError(f"unknown data set {name!r}; known are {', '.join(AVAILABLE)}")
+    return _image_set(key, folder, limit)
+
+
+def _key(name: str) -> str:
+    """CIFAR-10, cifar_10 -> cifar10; fashion-mnist, FashionMNIST -> fashion_mnist."""
+    squeezed = name.lower().replace("-", "").replace("_", "")
+    return next((known for known in _IMAGES if known.replace("_", "") == squeezed), squeezed)
+
+
+def _first(dataset: Dataset, limit: int | None) -> Dataset:
+    if limit is None:
+        return dataset
+    train, test = (split.take(np.arange(min(limit, len(split)))) for split in (dataset.train, dataset.test))
+    return replace(dataset, train=train, test=test)
+
+
+def _digits() -> Dataset:
+    """scikit-learn's digits as float32 (n, 1, 8, 8) in [0, 1]; every fourth sample of each class is for testing."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    order = np.random.default_rng(0).permutation(len(bunch.target))
+    inputs, targets = bunch.images[order].astype(np.float32)[:, None] / 16, bunch.target[order].astype(np.int64)
+    testing = np.zeros(len(targets), bool)
+    for label in range(10):
+        testing[np.flatnonzero(targets == label)[3::4]] = True
+    train, test = (Arrays(torch.from_numpy(inputs[m]), torch.from_numpy(targets[m])) for m in (~testing, testing))
+    return Dataset("digits", train, test, classes=10, labels=_DIGITS, mirror=False)
+
+
+def _image_set(name: str, folder: str | os.PathLike[str] | None, limit: int | None) -> Dataset:
+    known = _IMAGES[name]
+    wanted = images.Wanted(name, known.shape, len(known.labels), limit)
+    files = _find(name, folder)
+    if files is not None:
+        splits = {split: images.read(paths, split, wanted) for split, paths in files.items()}
+    else:
+        splits = _fetch(known.hub, wanted)
+    train, test = (
+        Arrays(torch.from_numpy(splits[s].images), torch.from_numpy(splits[s].labels)) for s in ("train", "test")
+    )
+    mean, std = _statistics(train.inputs)
+    note = ""
+    if any("JPEG" in split.encodings for split in splits.values()):
+        note = f"JPEG copy of {name}: re-encoded with loss, not the original pixels"
+    return Dataset(name, train, test, len(known.labels), known.labels, mean, std, known.mirror, note)
+
+
+def _find(name: str, folder: str | os.PathLike[str] | None) -> dict[str, list[Path]] | None:
+    """The Parquet files of each split; None when no folder was asked for and the `datasets` package can fetch them."""
+    asked = folder if folder is not None else os.environ.get("QUPEL_DATA") or None
+    looked = "no data folder is set"
+    if asked is not None:
+        base = Path(asked).expanduser()
+        if not base.is_dir():
+            raise UserError(f"data folder {base} does not exist or is not a folder; set --data or QUPEL_DATA")
+        named = sorted(path for path in base.iterdir() if path.is_dir() and _key(path.name) == name)
+        for place in named:
+            found = images.shards(place, name)
+            if found is not None:
+                return found
+        if named:
+            raise UserError(f"{named[0]}: holds no train-*.parquet and test-*.parquet")
+        other = _key(base.name)
+        if other not in _IMAGES or other == name:  # FOLDER may be the data set itself, but not another one's
+            found = images.shards(base, name)
+            if found is not None:
+                return found
+        looked = f"looked for {base / name}/*.parquet and {base}/*.parquet"
+    if folder is None and _has_datasets():
+        return None
+    raise UserError(
+        f"data set {name} not found: {looked}; set --data FOLDER (or QUPEL_DATA) to a folder with "
+        f"{name}/train-*.parquet and {name}/test-*.parquet, or pip install 'qupel[datasets]' to have it fetched"
+    )
+
+
+def _has_datasets() -> bool:
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _fetch(hub: str, wanted: images.Wanted) -> dict[str, images.Split]:
+    """The splits, fetched by the `datasets` package (which keeps its own copy of the files)."""
+    import datasets
+
+    log.info("fetching %s from the Hugging Face hub", hub)
+    try:
+        loaded = datasets.load_dataset(hub)
+    except Exception as error:  # no network, no such set, no space: the package raises many kinds
+        raise UserError(f"{hub} could not be fetched ({error}); give a folder with --data or QUPEL_DATA") from error
+    splits = {}
+    for name in ("train", "test"):
+        split = loaded[name]
+        column = next((c for c in images.IMAGE_COLUMNS if c in split.column_names), None)
+        if column is None:
+            raise UserError(f"{hub}: no column named {' or '.join(images.IMAGE_COLUMNS)}")
+        raw = split.cast_column(column, datasets.Image(decode=False)).with_format("arrow")
+        files = [Path(file["filename"]) for file in split.cache_files]
+
+        def build(raw: Any = raw, name: str = name) -> images.Split:
+            starts = range(0, len(raw), 1000)
+            parts = ((start, raw[start : start + 1000].combine_chunks().to_batches()[0]) for start in starts)
+            return images.decode(((f"{hub} {name}", start, batch) for start, batch in parts), hub, wanted)
+
+        splits[name] = images.cached(files, name, wanted, build)
+    return splits
+
+
+def _statistics(inputs: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of uint8 (n, C, H, W), in units of 255; a flat channel's std is 1."""
+    count = inputs.numel() // inputs.shape[1]
+    total = square = torch.zeros(inputs.shape[1], dtype=torch.float64)  # (C,)
+    for part in inputs.split(1000):
+        values = part.to(torch.float64)
+        total = total + values.sum((0, 2, 3))
+        square = square + values.square().sum((0, 2, 3))
+    mean = total / count / 255  # (C,)
+    std = (square / count / 255**2 - mean.square()).clamp_min(0).sqrt()
+    return tuple(mean.tolist()), tuple(value or 1.0 for value in std.tolist())
+
+
+NPZ_NAMES = (
+    ("train_inputs", "train_targets", "test_inputs", "test_targets"),
+    ("x_train", "y_train", "x_test", "y_test"),
+)
+
+
+def from_npz(path: str | os.PathLike[str]) -> Dataset:
+    """A data set from the user's `.npz` file (never unpickled).
+
+    It holds train_inputs, train_targets, test_inputs, test_targets (or x_train, y_train, x_test, y_test); optionally
+    train_groups and test_groups, and the number `classes`. See `from_arrays` for what is allowed in them.
+    """
+    path = Path(path).expanduser()
+    try:
+        loaded = np.load(path, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise UserError(f"{path}: a single array; a .npz file with {', '.join(NPZ_NAMES[0])} is needed")
+        with loaded as file:
+            held = {key: file[key] for key in file.files}
+    except UserError:
+        raise
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file") from error
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        raise UserError(f"{path}: not a readable .npz file of plain numbers ({error})") from error
+    names = next((names for names in NPZ_NAMES if all(name in held for name in names)), None)
+    if names is None:
+        needed = " or ".join(", ".join(names) for names in NPZ_NAMES)
+        raise UserError(f"{path}: holds {', '.join(held) or 'nothing'}; needed are {needed}")
+    classes = held.get("classes")
+    if classes is not None and (classes.ndim or not np.issubdtype(classes.dtype, np.integer)):
+        raise UserError(f"{path}: classes must be one whole number")
+    try:
+        return from_arrays(
+            *(held[name] for name in names),
+            train_groups=held.get("train_groups"),
+            test_groups=held.get("test_groups"),
+            classes=None if classes is None else int(classes),
+            name=path.stem,
+        )
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def from_arrays(
+    train_inputs: Any,
+    train_targets: Any,
+    test_inputs: Any,
+    test_targets: Any,
+    *,
+    train_groups: Any = None,
+    test_groups: Any = None,
+    classes: int | None = None,
+    labels: tuple[str, ...] = (),
+    name: str = "arrays",
+    mirror: bool = True,
+) -> Dataset:
+    """A data set from arrays or tensors.
+
+    inputs   uint8 (n, C, H, W), (n, H, W, C) or (n, H, W) are images. Of four dimensions the channels are the last when
+             the last has size 1, 3 or 4 and the second has not; otherwise they are the second. Everything else becomes
+             float32 and is used as it is.
+    targets  whole numbers (n,) or (n, 1) are labels 0..classes-1; whole numbers (n, k) and floats become float32. With
+             `classes` given, targets of any number type are labels.
+    groups   whole numbers or strings (n,)
+    """
+    inputs = checks.inputs("train_inputs", train_inputs), checks.inputs("test_inputs", test_inputs)
+    if inputs[0].shape[1:] != inputs[1].shape[1:] or inputs[0].dtype != inputs[1].dtype:
+        shapes = " and ".join(f"{x.dtype} {tuple(x.shape[1:])}".removeprefix("torch.") for x in inputs)
+        raise UserError(f"train and test inputs differ in kind: {shapes}")
+    named = ("train_targets", train_targets, len(inputs[0])), ("test_targets", test_targets, len(inputs[1]))
+    train, test = (checks.targets(what, values, rows, classes) for what, values, rows in named)
+    if train.dtype != test.dtype or train.shape[1:] != test.shape[1:]:
+        raise UserError("train_targets and test_targets differ in kind: both labels, or both numbers of one shape")
+    if train.dtype == torch.int64 and classes is None:
+        classes = int(torch.cat([train, test]).max()) + 1
+        if classes > max(1000, len(train) + len(test)):
+            raise UserError(f"labels go up to {classes - 1}: more classes than samples; number them 0, 1, 2, ...")
+    if labels and len(labels) != classes:
+        raise UserError(f"{len(labels)} names of classes for {classes} classes")
+    groups = checks.groups(train_groups, test_groups, len(train), len(test))
+    mean, std = _statistics(inputs[0]) if inputs[0].dtype == torch.uint8 else ((), ())
+    splits = Arrays(inputs[0], train, groups[0]), Arrays(inputs[1], test, groups[1])
+    return Dataset(name, *splits, classes, tuple(labels), mean, std, mirror)
