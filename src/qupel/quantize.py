@@ -8,6 +8,7 @@ m may be any number from 1 on, not only a power of two.
 
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,17 +31,15 @@ def boundaries(centers: Tensor) -> Tensor:
     The midpoint of c_j and c_{j+1}, rounded down, so that comparing is exact for every representable x and a tie goes
     to the lower center. Of equal centers all weights go to the first.
     """
-    with torch.no_grad():
-        half = centers / 2
-        low, high = half[:-1], half[1:]  # (m-1,)
-        middle = low + high
-        # The rounding error of low + high, exactly (Knuth's two-sum).
-        shift = middle - low
-        error = (low - (middle - shift)) + (high - shift)
-        middle = torch.where(error < 0, torch.nextafter(middle, middle.new_tensor(-torch.inf)), middle)
-        # No weight stops between equal centers: the next real boundary above holds for them, too.
-        middle = torch.where(centers[:-1] == centers[1:], torch.inf, middle)
-        return middle.flip(0).cummin(0).values.flip(0)
+    half = centers.detach().cpu().numpy() / 2  # m numbers: NumPy's calls cost less than torch's
+    low, high = half[:-1], half[1:]  # (m-1,)
+    middle = low + high
+    shift = middle - low
+    error = (low - (middle - shift)) + (high - shift)  # of low + high, exactly (Knuth's two-sum)
+    middle = np.where(error < 0, np.nextafter(middle, -np.inf, dtype=half.dtype), middle)
+    # No weight stops between equal centers: the next real boundary above holds for them, too.
+    middle[low == high] = np.inf
+    return torch.from_numpy(np.minimum.accumulate(middle[::-1])[::-1].copy()).to(centers.device)
 
 
 def assign(x: Tensor, centers: Tensor) -> Tensor:
@@ -234,12 +233,12 @@ def _best_cuts(values: Tensor, total: Tensor, m: int) -> Tensor:
     """The best m segments whose cuts lie on an even grid of at most 1024 bins, by dynamic programming. -> (m+1,)."""
     n = len(values)
     grid = torch.linspace(0, n, min(n, _BINS) + 1, dtype=torch.float64, device=values.device).round().long()  # (b+1,)
-    size = grid[None, :] - grid[:, None]  # of the segment from cut i to cut k (b+1, b+1)
-    explained = (total[grid][None, :] - total[grid][:, None]) ** 2 / size.clamp(min=1)
+    size = grid[:, None] - grid  # of the segment from cut i to cut k, at [k, i] (b+1, b+1)
+    explained = (total[grid][:, None] - total[grid]) ** 2 / size.clamp(min=1)
     explained = torch.where(size >= 0, explained, -torch.inf)
-    best, steps = explained[0], []  # best value of the segments that end at cut k (b+1,)
+    best, steps = explained[:, 0], []  # the best that segments up to cut k explain (b+1,)
     for _ in range(m - 1):
-        best, previous = (best[:, None] + explained).max(0)
+        best, previous = (best + explained).max(1)
         steps.append(previous)
     cut = torch.tensor(len(grid) - 1, device=values.device)
     cuts = [cut]
