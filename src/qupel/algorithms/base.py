@@ -1,0 +1,88 @@
+"""What every method shares: the state of a client, the six functions of a method, the server's mean.
+
+A method is six small functions in a frozen dataclass; none inherits from another:
+
+    start(before, plan)             -> state    enter the method from the phase before it (or from the initial model)
+    receive(state, w)               -> state    take the server's model
+    step(state, gradient, batch, clock) -> state    one local step
+    upload(state)                   -> vector   what leaves the device; None where nothing does
+    aggregate(w, uploads, shares)   -> w        the server's part
+    deployed(state)                 -> model    what is evaluated and exported, for every method, in one place
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qupel.codebook import Codebook, Plan
+from qupel.flat import Layout
+from qupel.optim import Memory
+from qupel.schedule import Clock
+
+Batch = tuple[Tensor, Tensor]  # inputs, targets
+Gradient = Callable[[Tensor, Batch], Tensor]  # gradient of the client's loss at a vector, on a batch
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a client keeps. x: its own model; w: its copy of the global model; both (d,)."""
+
+    x: Tensor
+    w: Tensor
+    codebook: Codebook = field(default_factory=Codebook)
+    memory: Memory = ()  # the optimizer's
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """The model a client ships: a vector whose quantized layers sit exactly on the codebook's centers."""
+
+    x: Tensor
+    codebook: Codebook
+
+
+class Method(Protocol):
+    """The protocol above. Methods are frozen dataclasses whose fields are their settings."""
+
+    def start(self, before: State, plan: Plan, layout: Layout) -> State: ...
+
+    def receive(self, state: State, w: Tensor) -> State: ...
+
+    def step(self, state: State, gradient: Gradient, batch: Any, clock: Clock) -> State: ...
+
+    def upload(self, state: State) -> Tensor | None: ...
+
+    def aggregate(self, w: Tensor, uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor: ...
+
+    def deployed(self, state: State) -> Deployed: ...
+
+
+class Alone:
+    """The three functions of a method that does not communicate."""
+
+    def receive(self, state: State, w: Tensor) -> State:
+        return state
+
+    def upload(self, state: State) -> Tensor | None:
+        return None
+
+    def aggregate(self, w: Tensor, uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+        return w
+
+
+def quantized(state: State) -> Deployed:
+    """Q_c(x): what every method with a codebook ships."""
+    return Deployed(state.codebook.hard(state.x), state.codebook)
+
+
+def mean(uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    """The weighted mean of vectors, in client order and in float64, so that no engine changes a bit of it."""
+    total = torch.zeros_like(uploads[0], dtype=torch.float64)
+    for vector, share in zip(uploads, shares, strict=True):
+        total.add_(vector, alpha=share)
+    return total.div_(sum(shares)).to(uploads[0].dtype)

@@ -1,0 +1,112 @@
+"""The quantization half of Algorithms 1 and 2 on whole models: settings, gradients and proximal steps, layer by layer.
+
+The formulas themselves live in `quantize` and `prox`; here they are applied to every layer of a codebook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qupel.algorithms.base import Batch, Gradient
+from qupel.codebook import Codebook, Codes, Plan, start_codebook
+from qupel.flat import Layout
+from qupel.prox import prox_centers, prox_weights
+from qupel.quantize import center_gradient, counts, soft, soft_gradient, steepness
+from qupel.schedule import Clock, Follow, Schedule, Travel, center_pull, weight_pull
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How weights and centers learn to meet.
+
+    lam, lam_c: strength of R on weights and on centers (None: the same lambda for both, as in the paper).
+    mode: `hard` takes grad_x f(Q_c(x)) as 0 and passes df/dQ straight to the centers; `soft` differentiates Q~.
+    gradient: a center's gradient is the `sum` (the paper) or the `mean` over its weights.
+    carry: weights that sit exactly on a center move along with it.
+    """
+
+    eta2: Schedule = Schedule(1e-4)
+    lam: Schedule | Travel = Travel(1.0)
+    lam_c: Schedule | Follow | None = None
+    mode: Literal["hard", "soft"] = "hard"
+    sharpness: float = 8.0
+    rule: Literal["exact", "first_order", "paper"] = "exact"
+    gradient: Literal["sum", "mean"] = "sum"
+    clip: float | None = None
+    carry: bool = False
+    init: Literal["paper", "range", "kmeans", "quantile"] = "paper"
+
+    def start(self, before: Codebook, x: Tensor, plan: Plan, layout: Layout) -> Codebook:
+        """The codebook of the phase before where it has the same layers and sizes, else fresh centers."""
+        if {slot.name: len(c) for slot, c in before} == dict(plan):
+            return before
+        return start_codebook(layout, x, plan, self.init)
+
+    def add_weight_gradient(self, g: Tensor, gradient: Gradient, x: Tensor, codebook: Codebook, batch: Batch) -> Tensor:
+        """g + grad_x f(Q~_c(x)); the second term is taken as 0 in hard mode."""
+        if self.mode == "hard" or not codebook:
+            return g
+        upstream = gradient(codebook.map(x, lambda v, c: soft(v, c, self.sharpness)), batch)
+        for slot, c in codebook:
+            upstream[slot.slice], _ = soft_gradient(
+                x[slot.slice], c, steepness(c, self.sharpness), upstream[slot.slice]
+            )
+        return g + upstream
+
+    def prox_weights(self, y: Tensor, codebook: Codebook, eta1: Schedule, clock: Clock) -> tuple[Tensor, Codes]:
+        """prox of eta1 lambda R(., c) at y, written into y, and each weight's center: a weight never leaves its cell."""
+        codes = codebook.assign(y)
+        for (slot, c), k in zip(codebook, codes, strict=True):
+            t = weight_pull(self.lam, eta1, clock, c)
+            y[slot.slice] = prox_weights(y[slot.slice], c, t, codes=k)
+        return y, codes
+
+    def center_gradient(
+        self, gradient: Gradient, x: Tensor, codebook: Codebook, codes: Codes, batch: Batch, clock: Clock
+    ) -> Sequence[Tensor]:
+        """h = grad_c f(Q~_c(x)), one vector (m,) a layer. No pass is made where no center could move."""
+        if not codebook or self.eta2(clock.epoch) == 0:
+            return [torch.zeros_like(c) for c in codebook.centers]
+        if self.mode == "hard":
+            upstream = gradient(codebook.hard(x, codes), batch)
+        else:
+            upstream = gradient(codebook.map(x, lambda v, c: soft(v, c, self.sharpness)), batch)
+        return [
+            self._center_gradient(x[slot.slice], c, k, upstream[slot.slice])
+            for (slot, c), k in zip(codebook, codes, strict=True)
+        ]
+
+    def _center_gradient(self, x: Tensor, c: Tensor, codes: Tensor, upstream: Tensor) -> Tensor:
+        if self.mode == "hard":
+            h = center_gradient(upstream, codes, len(c))
+        else:
+            _, h = soft_gradient(x, c, steepness(c, self.sharpness), upstream)
+        if self.gradient == "mean":
+            h = h / counts(codes, len(c)).clamp(min=1)
+        return h if self.clip is None else h.clamp(-self.clip, self.clip)
+
+    def prox_centers(
+        self, x: Tensor, codebook: Codebook, codes: Codes, h: Sequence[Tensor], eta1: Schedule, clock: Clock
+    ) -> tuple[Tensor, Codebook]:
+        """prox of eta2 lambda_c R(x, .) at c - eta2 h. x changes only where `carry` moves weights with their center."""
+        eta2, moved = self.eta2(clock.epoch), []
+        for (slot, c), k, h_layer in zip(codebook, codes, h, strict=True):
+            if self.lam_c is None:
+                lam = weight_pull(self.lam, eta1, clock, c) / max(eta1(clock.epoch), 1e-30)
+                t = eta2 * lam
+            else:
+                t = center_pull(self.lam_c, self.eta2, clock, c, slot.size)
+            mu, v = c - eta2 * h_layer, x[slot.slice]
+            if self.carry:
+                on = v == c[k]
+                new = prox_centers(mu, c, v[~on], t, self.rule, codes=k[~on])
+                x[slot.slice] = torch.where(on, new[k], v)
+            else:
+                new = prox_centers(mu, c, v, t, self.rule, codes=k)
+            moved.append(new)
+        return x, codebook.with_centers(moved)

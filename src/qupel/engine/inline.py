@@ -1,0 +1,45 @@
+"""All clients in this process: the reference engine, for notebooks, small runs and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from qupel.algorithms.base import Deployed
+from qupel.engine.job import Job
+from qupel.engine.shard import Judged, Shard, Trained
+
+
+class Inline:
+    """One shard with every client, on `threads` threads. Use as a context manager: it gives the thread count back."""
+
+    def __init__(self, job: Job, threads: int = 1, store: str = "memory", scratch: Path | None = None) -> None:
+        self.shard = Shard(job, range(len(job.parts)), store, scratch)
+        self.threads = threads
+
+    def __enter__(self) -> Inline:
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        torch.set_num_threads(self.before)
+
+    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+        return self.shard.train(round, w, clients)
+
+    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
+        return self.shard.evaluate(round, w, clients)
+
+    def deployed(self, round: int, w: Tensor, client: int) -> Deployed:
+        return self.shard.deployed(client, round, w)
+
+    def save(self, folder: Path) -> None:
+        self.shard.save(folder, "shard-0")
+
+    def load(self, folder: Path) -> None:
+        self.shard.load(folder)

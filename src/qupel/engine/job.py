@@ -1,0 +1,92 @@
+"""What an engine is asked to do: a model, clients with their data and plans, and the phases to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from torch import nn
+
+from qupel.algorithms import Phase
+from qupel.codebook import Plan
+from qupel.data.batches import Transform, generator
+from qupel.data.partition import Part
+from qupel.data.sources import Dataset
+from qupel.errors import UserError
+from qupel.oracle import Loss
+from qupel.schedule import Clock
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One federation, or one training when there is one client. Clients' rows point into the data set."""
+
+    module: nn.Module
+    loss: Loss
+    data: Dataset
+    parts: Sequence[Part]
+    plans: Sequence[Plan]
+    phases: Sequence[Phase]
+    seed: int = 0
+    local_steps: int = 10  # tau
+    batch: int = 50
+    epoch_steps: int = 0  # 0: the steps that a client with the median number of samples needs to see each once
+    sample: float = 1.0  # share of the clients that take part in a round
+    weighted: bool = False  # server mean weighted by training samples
+    evaluate_every: int = 10  # rounds; the last round of a phase is always evaluated
+    checkpoint_every: int = 0  # rounds; 0: with every evaluation
+    on_bad_upload: Literal["refuse", "stop"] = "refuse"
+    transform: Transform = field(default_factory=Transform)
+    names: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.parts) != len(self.plans):
+            raise UserError(f"{len(self.parts)} clients but {len(self.plans)} plans of bits")
+        if not self.phases or any(p.rounds < 0 for p in self.phases):
+            raise UserError("phases: at least one, none with a negative number of rounds")
+        if not 0 < self.sample <= 1:
+            raise UserError(f"sample = {self.sample}: allowed is a share above 0 up to 1")
+        for i, part in enumerate(self.parts):
+            if len(part.train_rows) == 0:
+                raise UserError(f"{self.name(i)} has no training data")
+
+    def name(self, client: int) -> str:
+        return self.names[client] if self.names else f"client {client}"
+
+    @property
+    def rounds(self) -> int:
+        return sum(p.rounds for p in self.phases)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        if self.epoch_steps:
+            return self.epoch_steps
+        median = int(np.median([len(p.train_rows) for p in self.parts]))
+        return max(1, median // min(self.batch, median))
+
+    def locate(self, round: int) -> tuple[int, int]:
+        """(phase, round within it) of a round counted from 0 over the whole run."""
+        for k, phase in enumerate(self.phases):
+            if round < phase.rounds:
+                return k, round
+            round -= phase.rounds
+        raise IndexError(round)
+
+    def clock(self, round: int, local: int) -> Clock:
+        """Where the `local`-th step of a round is within its phase."""
+        phase, within = self.locate(round)
+        steps = self.phases[phase].rounds * self.local_steps
+        return Clock(within * self.local_steps + local, steps, self.steps_per_epoch)
+
+    def cohort(self, round: int) -> list[int]:
+        """The clients of a round, in ascending order; drawn from their own address, so every engine agrees."""
+        n = len(self.parts)
+        if self.sample >= 1:
+            return list(range(n))
+        size = max(1, int(self.sample * n + 0.5))
+        return sorted(generator(self.seed, "cohort", round).choice(n, size, replace=False).tolist())
+
+    def share(self, client: int) -> float:
+        return float(len(self.parts[client].train_rows)) if self.weighted else 1.0

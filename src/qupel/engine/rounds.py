@@ -1,0 +1,180 @@
+"""The loop of rounds: w goes out, clients step, uploads come back, the server averages. It knows no concrete method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qupel.algorithms.base import Deployed
+from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.job import Job
+from qupel.engine.shard import Judged, Trained, mean_or_nan
+from qupel.errors import UserError
+from qupel.evaluate import Score
+from qupel.flat import Layout
+
+MANY_CLIENTS = 200  # above this a line of metrics has no per-client lists
+
+
+class Engine(Protocol):
+    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]: ...
+
+    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]: ...
+
+    def deployed(self, round: int, w: Tensor, client: int) -> Deployed: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class Stopped(Exception):
+    """The run was asked to stop; a checkpoint of the last finished round is on disk."""
+
+
+class Failed(RuntimeError):
+    """The run cannot go on: a client diverged, or sent what cannot be used."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a watcher is told after every round."""
+
+    round: int  # rounds done
+    rounds: int
+    loss: float
+    line: dict[str, Any] | None  # the metrics, when this round was evaluated
+    refused: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The server's last model and the lines of metrics."""
+
+    w: Tensor
+    lines: list[dict[str, Any]]
+
+
+def run(
+    job: Job,
+    engine: Engine,
+    *,
+    checkpoints: Checkpoints | None = None,
+    watch: Callable[[Progress], None] = lambda _: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Finished:
+    """Run a job to its end, from its newest checkpoint if there is one."""
+    layout = Layout.of(job.module)
+    w, start, lines = layout.flatten(job.module), 0, []
+    if checkpoints:
+        found = checkpoints.load(layout.size)
+        if found:
+            start, w, folder = found
+            engine.load(folder)
+        lines = checkpoints.lines(start)
+    losses: list[float] = []
+    spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
+    for round in range(start, job.rounds):
+        w, loss, refused, sent = one_round(job, engine, round, w)
+        losses.append(loss)
+        phase, within = job.locate(round)
+        last = within == job.phases[phase].rounds - 1
+        line = None
+        if last or (round + 1) % job.evaluate_every == 0:
+            judged = sorted(engine.evaluate(round, w, range(len(job.parts))), key=lambda j: j.client)
+            line = metrics(job, round, judged, mean_or_nan(losses), refused, sent)
+            line["seconds"] = round_to(spent + time.monotonic() - began)
+            losses = []
+            lines.append(line)
+        stop = should_stop() and round + 1 < job.rounds
+        if checkpoints:
+            if line:
+                checkpoints.append(line)
+            every = job.checkpoint_every or job.evaluate_every
+            if stop or (round + 1) % every == 0 or round + 1 == job.rounds:
+                checkpoints.save(round + 1, w, engine.save)
+        watch(Progress(round + 1, job.rounds, loss, line, refused))
+        if stop:
+            raise Stopped(f"stopped after round {round + 1} of {job.rounds}")
+    return Finished(w, lines)
+
+
+def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, float, list[str], int]:
+    """(new w, mean loss, who was refused and why, bytes a client sent). Uploads are added in client order."""
+    cohort = job.cohort(round)
+    done = sorted(engine.train(round, w, cohort), key=lambda d: d.client)
+    refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
+    hint = "try a smaller eta1 (or eta2 for the centers), a smaller lambda, or clip the center gradient"
+    if refused and (job.on_bad_upload == "stop" or len(refused) == len(done)):
+        raise Failed(f"{refused[0]}. {hint}")
+    sound = [d for d in done if d.upload is not None]
+    loss = mean_or_nan([d.loss for d in done if not d.fault])
+    if sound:
+        phase, _ = job.locate(round)
+        shares = [job.share(d.client) for d in sound]
+        w = job.phases[phase].method.aggregate(w, [d.upload for d in sound if d.upload is not None], shares)
+    return w, loss, refused, 4 * len(w) if sound else 0
+
+
+def metrics(
+    job: Job, round: int, judged: Sequence[Judged], loss: float, refused: Sequence[str], sent: int
+) -> dict[str, Any]:
+    """One line of metrics.jsonl. Accuracies are fractions; without class labels the mean test loss stands for them."""
+    phase, _ = job.locate(round)
+    line: dict[str, Any] = {
+        "round": round + 1,
+        "phase": phase,
+        "method": job.phases[phase].method.method,
+        "step": (round + 1) * job.local_steps,
+        "epoch": (round + 1) * job.local_steps / job.steps_per_epoch,
+        "loss": loss,
+        "bits": float(np.mean([j.bits for j in judged])),
+        "model_bytes": float(np.mean([j.bytes for j in judged])),
+        "upload_bytes": sent,
+        "dead_centers": sum(j.dead for j in judged),
+        "refused": list(refused),
+    }
+    for name in ("test", "validation", "float_test"):
+        scores = [getattr(j, name) for j in judged if getattr(j, name).count]
+        if scores:
+            line[name] = float(np.mean([value(s) for s in scores]))
+            line[f"{name}_loss"] = float(np.mean([s.loss for s in scores]))
+    if len(judged) <= MANY_CLIENTS:
+        line["clients"] = {
+            "test": [value(j.test) for j in judged],
+            "bits": [j.bits for j in judged],
+            "bytes": [j.bytes for j in judged],
+        }
+    return line
+
+
+def value(score: Score) -> float:
+    return score.loss if score.accuracy is None else score.accuracy
+
+
+def round_to(seconds: float) -> float:
+    return float(f"{seconds:.3f}")
+
+
+def check_trainable(job: Job) -> None:
+    """Refuse at the door what would fail in the first step: a forward pass of one sample, shapes of outputs and targets."""
+    layout = Layout.of(job.module)
+    if layout.size == 0:
+        raise UserError("the model has no parameters to train")
+    for plan in job.plans:
+        for name in plan:
+            layout[name]
+    inputs = job.transform.apply(job.data.train.inputs[:2])
+    try:
+        with torch.no_grad():
+            job.loss(job.module(inputs), job.data.train.targets[:2])
+    except (RuntimeError, IndexError, ValueError, TypeError) as e:
+        shape = tuple(inputs.shape[1:])
+        raise UserError(f"the model or the loss does not take this data (inputs {shape}): {e}") from e

@@ -1,0 +1,150 @@
+"""The clients of one process: their states, their local steps, their evaluation. Engines only say when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qupel.algorithms.base import Deployed, State
+from qupel.codebook import mean_bits, model_bytes
+from qupel.data.batches import batch, chunks, generator, rows
+from qupel.engine.job import Job
+from qupel.engine.store import DiskStore, MemoryStore, Store, restore, snapshot
+from qupel.evaluate import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge, Score
+from qupel.oracle import Diverged, Oracle
+from qupel.quantize import dead_centers
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A client's round: what it sends (None: nothing), its mean loss, or why its round does not count."""
+
+    client: int
+    upload: Tensor | None
+    loss: float
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A client's deployed model on its test and validation data; `float_test`: its model before quantization."""
+
+    client: int
+    test: Score
+    validation: Score
+    float_test: Score
+    bytes: int
+    bits: float
+    dead: int  # centers without a weight
+
+
+class Shard:
+    """Clients `mine` of a job. State stays here; only w comes in and uploads go out."""
+
+    def __init__(self, job: Job, mine: Sequence[int], store: str = "memory", scratch: Path | None = None) -> None:
+        self.job = job
+        self.mine = tuple(mine)
+        self.oracle = Oracle(job.module, job.loss)
+        self.layout = self.oracle.layout
+        self.judge = Judge(job.module, job.loss)
+        self.initial = self.layout.flatten(job.module)
+        self.store: Store = DiskStore(self.layout, scratch) if store == "disk" else MemoryStore(self.layout)
+
+    def state(self, client: int, phase: int, w: Tensor) -> State:
+        """A client's state in a phase, having received w; converted from the phase it last took part in."""
+        job = self.job
+        found = self.store.get(client, w)
+        at, state = found if found else (-1, State(self.initial, self.initial))
+        if at >= 0:
+            state = job.phases[at].method.receive(state, w)
+        for k in range(at + 1, phase + 1):
+            method = job.phases[k].method
+            # A state that comes from no phase starts from the initial model, as every client does.
+            state = method.receive(method.start(state, job.plans[client], self.layout), w)
+        return state
+
+    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+        """tau local steps at each of these clients. A client that fails keeps the state it had before the round."""
+        job = self.job
+        phase, _ = job.locate(round)
+        method = job.phases[phase].method
+        for client in clients:
+            state, losses = self.state(client, phase, w), []
+            try:
+                for local in range(job.local_steps):
+                    state = method.step(state, self.oracle, self._batch(client, round, local), job.clock(round, local))
+                    losses.append(self.oracle.loss_value)
+                upload = method.upload(state)
+                fault = screen(upload, len(w))
+            except Diverged as e:
+                upload, fault = None, f"round {round + 1}, step {len(losses) + 1}: {e.where}"
+            if fault is None:
+                self.store.put(client, phase, state)
+            yield Trained(client, upload if fault is None else None, mean_or_nan(losses), fault)
+
+    def _batch(self, client: int, round: int, local: int) -> tuple[Tensor, Tensor]:
+        job = self.job
+        step = round * job.local_steps + local
+        owned = job.parts[client].train_rows
+        picked = owned[rows(job.seed, client, step, len(owned), job.batch)]
+        rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
+        if self.oracle.random:  # dropout draws from torch's generator: address it, too
+            torch.manual_seed(int(generator(job.seed, "dropout", client, step).integers(2**62)))
+        return batch(job.data.train, picked, job.transform, rng)
+
+    def deployed(self, client: int, round: int, w: Tensor) -> Deployed:
+        """The model the client would ship after `round`, w being the server's newest model."""
+        phase, _ = self.job.locate(round)
+        return self.job.phases[phase].method.deployed(self.state(client, phase, w))
+
+    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
+        """Judge deployed(state) of each client after `round`, w being the server's newest model."""
+        phase, _ = self.job.locate(round)
+        method = self.job.phases[phase].method
+        for client in clients:
+            state = self.state(client, phase, w)
+            model = method.deployed(state)
+            part, data = self.job.parts[client], self.job.data
+            test = self._score(client, model.x, part.test(data))
+            validation = self._score(client, model.x, part.validation(data))
+            float_test = self._score(client, state.x, part.test(data)) if model.codebook else test
+            codes = model.codebook.assign(model.x)
+            dead = sum(len(dead_centers(k, len(c))) for (_, c), k in zip(model.codebook, codes, strict=True))
+            size = model_bytes(len(model.x), model.codebook)
+            yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead)
+
+    def _score(self, client: int, x: Tensor, arrays: object) -> Score:
+        return self.judge.score(x, self.calibration(client), chunks(arrays, EVALUATION_BATCH, self.job.transform))  # type: ignore[arg-type]
+
+    def calibration(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Training data of the client for BatchNorm's statistics, never augmented."""
+        owned = self.job.parts[client].train_rows[:CALIBRATION_SAMPLES]
+        return chunks(self.job.data.train.take(owned), EVALUATION_BATCH, self.job.transform)
+
+    def save(self, folder: Path, name: str) -> None:
+        snapshot(self.store, folder, name)
+
+    def load(self, folder: Path) -> None:
+        restore(folder, self.mine, self.store, self.layout)
+
+
+def screen(upload: Tensor | None, size: int) -> str | None:
+    """Why an upload is refused, None if it is sound."""
+    if upload is None:
+        return None
+    if upload.shape != (size,):
+        return f"upload has shape {tuple(upload.shape)}, expected ({size},)"
+    if not bool(torch.isfinite(upload).all()):
+        return "upload holds values that are not finite"
+    return None
+
+
+def mean_or_nan(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+

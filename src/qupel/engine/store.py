@@ -1,0 +1,156 @@
+"""Where clients' states live between their rounds: in memory, or in one file per shard so that RAM stays flat.
+
+A record is a client's phase and its tensors x, centers, optimizer memory as one row of float32. w is not stored: a
+client receives it at the start of every round. A snapshot (part of a checkpoint) is `<name>.bin`, the rows one after
+the other, with `<name>.json`, which says what they are; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qupel.algorithms.base import State
+from qupel.codebook import Codebook
+from qupel.flat import Layout
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a row holds, besides x (d,): centers per layer and sizes of the optimizer's memory; and the client's phase."""
+
+    phase: int
+    centers: dict[str, int]
+    memory: tuple[int, ...]
+
+
+def flatten(state: State, phase: int) -> tuple[Shape, list[Tensor]]:
+    centers = {slot.name: len(c) for slot, c in state.codebook}
+    shape = Shape(phase, centers, tuple(m.numel() for m in state.memory))
+    return shape, [state.x, *state.codebook.centers, *state.memory]
+
+
+def unflatten(row: Tensor, shape: Shape, layout: Layout, w: Tensor) -> State:
+    """The state of a row (a copy of nothing: its tensors are views of the row)."""
+    sizes = [layout.size, *shape.centers.values(), *shape.memory]
+    x, *rest = row[: sum(sizes)].split(sizes)
+    k = len(shape.centers)
+    codebook = Codebook(tuple(layout[name] for name in shape.centers), tuple(rest[:k]))
+    return State(x, w, codebook, tuple(rest[k:]))
+
+
+class Store(Protocol):
+    def get(self, client: int, w: Tensor) -> tuple[int, State] | None:
+        """(phase, state) of a client, None if it never took part."""
+
+    def put(self, client: int, phase: int, state: State) -> None: ...
+
+    def rows(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:
+        """All records, for a snapshot."""
+
+
+class MemoryStore:
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.states: dict[int, tuple[int, State]] = {}
+
+    def get(self, client: int, w: Tensor) -> tuple[int, State] | None:
+        if client not in self.states:
+            return None
+        phase, s = self.states[client]
+        return phase, State(s.x, w, s.codebook, s.memory)
+
+    def put(self, client: int, phase: int, state: State) -> None:
+        # w is dropped: keeping the received vector would hold one model per client in memory
+        self.states[client] = (phase, State(state.x, state.x, state.codebook, state.memory))
+
+    def rows(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:
+        for client, (phase, state) in sorted(self.states.items()):
+            yield client, *flatten(state, phase)
+
+
+class DiskStore:
+    """Rows in one sparse scratch file; only the client at work is in memory."""
+
+    def __init__(self, layout: Layout, folder: Path | None = None) -> None:
+        self.layout = layout
+        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the store
+        self.shapes: dict[int, tuple[Shape, int, int]] = {}  # client -> shape, offset, room
+        self.end = 0
+
+    def get(self, client: int, w: Tensor) -> tuple[int, State] | None:
+        if client not in self.shapes:
+            return None
+        shape, offset, _ = self.shapes[client]
+        return shape.phase, unflatten(self._read(shape, offset), shape, self.layout, w)
+
+    def _read(self, shape: Shape, offset: int) -> Tensor:
+        size = self.layout.size + sum(shape.centers.values()) + sum(shape.memory)
+        buffer = bytearray(4 * size)
+        if os.preadv(self.file.fileno(), [buffer], offset) != len(buffer):
+            raise OSError("the client store was cut short")
+        return torch.frombuffer(buffer, dtype=torch.float32)
+
+    def put(self, client: int, phase: int, state: State) -> None:
+        shape, tensors = flatten(state, phase)
+        data = torch.cat(tensors).numpy()
+        _, offset, room = self.shapes.get(client, (None, 0, -1))
+        if data.nbytes > room:
+            offset, room = self.end, data.nbytes
+            self.end += room
+        view = memoryview(data).cast("B")
+        written = 0
+        while written < len(view):
+            written += os.pwrite(self.file.fileno(), view[written:], offset + written)
+        self.shapes[client] = (shape, offset, room)
+
+    def rows(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:
+        for client, (shape, offset, _) in sorted(self.shapes.items()):
+            yield client, shape, [self._read(shape, offset)]
+
+
+def snapshot(store: Store, folder: Path, name: str) -> None:
+    """Write all records of a store to <folder>/<name>.bin and .json, flushed to disk."""
+    index: dict[str, Any] = {}
+    with (folder / f"{name}.bin").open("wb") as file:
+        for client, shape, tensors in store.rows():
+            index[str(client)] = {
+                "offset": file.tell(),
+                "phase": shape.phase,
+                "centers": shape.centers,
+                "memory": list(shape.memory),
+            }
+            for tensor in tensors:
+                file.write(memoryview(tensor.contiguous().numpy()).cast("B"))
+        file.flush()
+        os.fsync(file.fileno())
+    with (folder / f"{name}.json").open("w") as out:
+        json.dump(index, out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def restore(folder: Path, clients: Iterable[int], store: Store, layout: Layout) -> None:
+    """Put the clients' records of a checkpoint folder, whichever shards wrote them, into a store."""
+    wanted = set(clients)
+    for listing in sorted(folder.glob("*.json")):
+        data = listing.with_suffix(".bin")
+        if not data.exists():
+            continue
+        with data.open("rb") as file:
+            for key, record in json.loads(listing.read_text()).items():
+                if int(key) not in wanted:
+                    continue
+                shape = Shape(record["phase"], record["centers"], tuple(record["memory"]))
+                size = layout.size + sum(shape.centers.values()) + sum(shape.memory)
+                file.seek(record["offset"])
+                row = torch.frombuffer(bytearray(file.read(4 * size)), dtype=torch.float32)
+                store.put(int(key), shape.phase, unflatten(row, shape, layout, row[: layout.size]))

@@ -1,0 +1,204 @@
+"""Clients sharded over worker processes, one thread each. A client's state stays in its worker; only w moves.
+
+w and the uploads travel through shared memory, commands through pipes. Every client is trained by one thread in the
+same order of operations whichever worker has it, and the server adds uploads in client order: so any number of workers
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+
+from qupel.algorithms.base import Deployed
+from qupel.engine.job import Job
+from qupel.engine.shard import Judged, Shard, Trained
+from qupel.errors import UserError
+
+
+class WorkerDied(RuntimeError):
+    """A worker process ended by itself; the run can be resumed from its last checkpoint."""
+
+
+class Pool:
+    """`size` worker processes that outlive a job, so that the cost of starting them is paid once."""
+
+    def __init__(self, size: int) -> None:
+        context = torch.multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for k in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs,), name=f"qupel-worker-{k}", daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for pipe in self.pipes:
+            pipe.close()  # a worker ends when its pipe does
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+class Workers:
+    """A job on a pool: client i belongs to worker i mod (number of workers)."""
+
+    def __init__(self, pool: Pool, job: Job, store: str = "memory", scratch: Path | None = None) -> None:
+        self.pool, self.job = pool, job
+        n, k = len(job.parts), len(pool.pipes)
+        size = sum(p.numel() for p in job.module.parameters())
+        cohort = len(job.cohort(0))
+        self.w = torch.empty(size).share_memory_()
+        self.uploads = [torch.empty(min(cohort, -(-n // k)), size).share_memory_() for _ in range(k)]
+        for j, pipe in enumerate(pool.pipes):
+            mine = range(j, n, k)
+            pipe.send(("job", job, mine, store, scratch, self.w, self.uploads[j]))
+        for _ in self._collect(range(k)):
+            pass
+
+    def _owner(self, client: int) -> int:
+        return client % len(self.pool.pipes)
+
+    def _ask(self, command: str, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Any]:
+        self.w.copy_(w)
+        groups: dict[int, list[int]] = {}
+        for client in clients:
+            groups.setdefault(self._owner(client), []).append(client)
+        for j, group in groups.items():
+            self._send(j, (command, round, group))
+        return self._collect(groups)
+
+    def _send(self, j: int, message: Any) -> None:
+        try:
+            self.pool.pipes[j].send(message)
+        except OSError:
+            raise self._death(j) from None
+
+    def _collect(self, workers: Any) -> Iterator[Any]:
+        """Answers of these workers as they come, until each has said that it is done."""
+        pending = set(workers)
+        while pending:
+            pipes = {self.pool.pipes[j]: j for j in pending}
+            ends = {self.pool.processes[j].sentinel: j for j in pending}
+            ready = wait([*pipes, *ends])
+            for item in [r for r in ready if r in pipes] or ready:
+                j = pipes[item] if item in pipes else ends[item]
+                if item not in pipes:
+                    raise self._death(j)
+                try:
+                    kind, value = self.pool.pipes[j].recv()
+                except (EOFError, OSError):
+                    raise self._death(j) from None
+                if kind == "done":
+                    pending.discard(j)
+                elif kind == "wrong":
+                    raise UserError(value)
+                elif kind == "bug":
+                    raise RuntimeError(f"worker {j} failed:\n{value}")
+                else:
+                    yield value
+
+    def _death(self, j: int) -> WorkerDied:
+        process = self.pool.processes[j]
+        process.join(1)
+        mine = range(j, len(self.job.parts), len(self.pool.pipes))
+        names = ", ".join(self.job.name(i) for i in list(mine)[:10]) + (", ..." if len(mine) > 10 else "")
+        return WorkerDied(f"worker {j} died (exit code {process.exitcode}) with {names}")
+
+    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+        for client, row, loss, fault in self._ask("train", round, w, clients):
+            upload = None if row is None else self.uploads[self._owner(client)][row]
+            yield Trained(client, upload, loss, fault)
+
+    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
+        yield from self._ask("evaluate", round, w, clients)
+
+    def deployed(self, round: int, w: Tensor, client: int) -> Deployed:
+        (model,) = self._ask("deployed", round, w, [client])
+        return model
+
+    def _all(self, *message: Any) -> None:
+        everyone = range(len(self.pool.pipes))
+        for j in everyone:
+            self._send(j, message)
+        for _ in self._collect(everyone):
+            pass
+
+    def save(self, folder: Path) -> None:
+        self._all("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._all("load", folder)
+
+
+def _serve(pipe: Connection) -> None:
+    """A worker's life: answer commands until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business
+    torch.set_num_threads(1)
+    desk = _Desk(pipe)
+    while True:
+        try:
+            command, *arguments = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            getattr(desk, command)(*arguments)
+            pipe.send(("done", None))
+        except UserError as e:
+            pipe.send(("wrong", str(e)))
+        except Exception:
+            pipe.send(("bug", traceback.format_exc()))
+
+
+class _Desk:
+    """The commands a worker answers; each sends ("item", value) for every piece of its answer."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.pipe = pipe
+
+    def job(
+        self, job: Job, mine: Sequence[int], store: str, scratch: Path | None, w: Tensor, uploads: Tensor
+    ) -> None:
+        self.shard = Shard(job, mine, store, scratch)
+        self.w, self.uploads = w, uploads
+        self.name = f"shard-{mine[0] if len(mine) else 'none'}"
+
+    def train(self, round: int, clients: Sequence[int]) -> None:
+        for row, done in enumerate(self.shard.train(round, self.w.clone(), clients)):
+            if done.upload is not None:
+                self.uploads[row].copy_(done.upload)
+            self._send((done.client, None if done.upload is None else row, done.loss, done.fault))
+
+    def evaluate(self, round: int, clients: Sequence[int]) -> None:
+        for judged in self.shard.evaluate(round, self.w.clone(), clients):
+            self._send(judged)
+
+    def deployed(self, round: int, clients: Sequence[int]) -> None:
+        for client in clients:
+            self._send(self.shard.deployed(client, round, self.w.clone()))
+
+    def save(self, folder: Path) -> None:
+        self.shard.save(folder, self.name)
+
+    def load(self, folder: Path) -> None:
+        self.shard.load(folder)
+
+    def _send(self, value: Any) -> None:
+        self.pipe.send(("item", value))

@@ -1,0 +1,98 @@
+"""How hyperparameters change over a run: a value per epoch, the clock that says where a run is, and prox strengths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where a phase is. `step` counts from 0 and follows the server's round, not a local counter."""
+
+    step: int
+    steps: int  # of the whole phase
+    epoch_steps: int  # steps that make an epoch
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, counted from 1 (as in the paper's lambda(t) = 1e-4 t)."""
+        return 1 + self.step // self.epoch_steps
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """value(epoch) = (start + growth * e) * decay^(e-1) * factor^(drops passed) * cosine(e), e = epoch + offset, epochs from 1.
+
+    `cosine` > 0: a half cosine from 1 to 0 over that many epochs. A drop at epoch k holds from epoch k + 1 on.
+    """
+
+    start: float = 0.0
+    growth: float = 0.0
+    decay: float = 1.0
+    drops: tuple[int, ...] = ()
+    factor: float = 0.1
+    cosine: int = 0
+    offset: int = 0
+
+    def __call__(self, epoch: int) -> float:
+        e = epoch + self.offset
+        value = (self.start + self.growth * e) * self.decay ** (e - 1)
+        value *= self.factor ** sum(e > drop for drop in self.drops)
+        if self.cosine:
+            value *= 0.5 * (1 + math.cos(math.pi * min(e - 1, self.cosine) / self.cosine))
+        return value
+
+    def later(self, epochs: int) -> Schedule:
+        """The same schedule seen from `epochs` epochs later: a phase goes on where the one before it stopped."""
+        return replace(self, offset=self.offset + epochs)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """A prox strength relative to the layer: the total prox travel of a weight over the phase, sum_t eta1 lambda(t)/2,
+    is `travel` times the layer's half-gap between centers. lambda grows linearly with the epoch, as in the paper.
+    A setting given this way does not depend on the budget or on the layer's width."""
+
+    travel: float
+
+
+@dataclass(frozen=True)
+class Follow:
+    """A center-prox strength relative to the layer: a center with an average share of the layer's weights may move at
+    most `follow` half-gaps a step toward the median of its weights."""
+
+    follow: float
+
+
+@lru_cache(maxsize=64)
+def _total_ramp(eta1: Schedule, steps: int, epoch_steps: int) -> float:
+    """sum over the phase's steps of eta1(epoch) * epoch."""
+    full, rest = divmod(steps, epoch_steps)
+    total = sum(eta1(e) * e * epoch_steps for e in range(1, full + 1))
+    return total + rest * eta1(full + 1) * (full + 1)
+
+
+def half_gap(centers: Tensor) -> float:
+    """Half of the mean distance between neighbouring centers."""
+    m = len(centers)
+    return float(centers[-1] - centers[0]) / (2 * (m - 1)) if m > 1 else 0.0
+
+
+def weight_pull(strength: Schedule | Travel, eta1: Schedule, clock: Clock, centers: Tensor) -> float:
+    """t = eta1 * lambda of one step for one layer; `prox_weights` moves a weight by t/2."""
+    if isinstance(strength, Schedule):
+        return eta1(clock.epoch) * strength(clock.epoch)
+    total = _total_ramp(eta1, clock.steps, clock.epoch_steps)
+    share = eta1(clock.epoch) * clock.epoch / total if total > 0 else 0.0
+    return 2 * strength.travel * half_gap(centers) * share
+
+
+def center_pull(strength: Schedule | Follow, eta2: Schedule, clock: Clock, centers: Tensor, size: int) -> float:
+    """t = eta2 * lambda_c of one step for one layer of `size` weights."""
+    if isinstance(strength, Schedule):
+        return eta2(clock.epoch) * strength(clock.epoch)
+    return 2 * strength.follow * half_gap(centers) * len(centers) / size
