@@ -99,15 +99,16 @@ class Transform:
 
         Augments only when `augment` is set and a generator is given; evaluation gives none.
         """
-        images = inputs.ndim == 4
-        values = inputs.to(torch.float32, memory_format=torch.channels_last if images else torch.preserve_format)
+        values = inputs.to(torch.float32, copy=True)  # never a view of the data set
         affine = self._affine[inputs.dtype == torch.uint8]
         if affine is not None:
             scale, shift = (part.view(-1, *[1] * (inputs.ndim - 2)) for part in affine)  # (C, 1, 1)
             values = torch.addcmul(shift, values, scale)
+        if inputs.ndim == 4:
+            values = values.contiguous(memory_format=torch.channels_last)
         if not self.augment or rng is None:
             return values
-        if not images:
+        if inputs.ndim != 4:
             raise UserError(
                 f"augment: inputs of shape {tuple(inputs.shape[1:])}; only images (C, H, W) can be augmented"
             )

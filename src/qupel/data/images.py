@@ -105,7 +105,7 @@ def cache_folder() -> Path:
 
 def _load(path: Path) -> Split | None:
     try:
-        with np.load(path, allow_pickle=False) as file:  # npz members carry a checksum
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:  # npz members carry a checksum
             split = Split(file["images"], file["labels"], str(file["encodings"]))
     except FileNotFoundError:
         return None
@@ -148,15 +148,15 @@ def _batches(files: list[Path]) -> Iterator[tuple[str, int, Any]]:
                 yield file.name, start, batch
                 start += batch.num_rows
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"{file}: not a readable Parquet file ({_line(error)}); fetch it again") from error
+            raise UserError(f"{file}: not a readable Parquet file ({line(error)}); fetch it again") from error
 
 
 def decode(batches: Iterable[tuple[str, int, Any]], place: object, wanted: Wanted) -> Split:
     """Images and labels of record batches (name, first row, batch), decoded by a pool of threads."""
     limit, rows = wanted.limit, 0
-    images, labels, encodings = [], [], set()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        pending = []
+    images, labels, encodings, pending = [], [], set(), []
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         for name, start, batch in batches:
             if limit is not None:
                 batch = batch.slice(0, limit - rows)
@@ -170,6 +170,8 @@ def decode(batches: Iterable[tuple[str, int, Any]], place: object, wanted: Wante
             decoded, formats = job.result()
             images.append(decoded)
             encodings |= formats
+    finally:
+        pool.shutdown(cancel_futures=True)
     if rows == 0:
         raise UserError(f"{place}: holds no rows")
     return Split(np.concatenate(images), np.concatenate(labels), ", ".join(sorted(encodings)))
@@ -217,12 +219,12 @@ def _decode_all(encoded: list[bytes | None], name: str, start: int, wanted: Want
                     images[row] = np.asarray(image.convert(mode)).reshape(height, width, channels)
                     formats.add(str(image.format))
         except Exception as error:  # whatever a decoder makes of foreign bytes
-            raise UserError(f"{where}: the image cannot be decoded ({_line(error)})") from error
+            raise UserError(f"{where}: the image cannot be decoded ({line(error)})") from error
         if size != (width, height):
             raise UserError(f"{where}: image of {size[0]}x{size[1]}; all of {wanted.name} are {width}x{height}")
     return np.ascontiguousarray(images.transpose(0, 3, 1, 2)), formats
 
 
-def _line(error: BaseException) -> str:
+def line(error: BaseException) -> str:
     """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

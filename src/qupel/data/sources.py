@@ -217,7 +217,9 @@ def _fetch(hub: str, wanted: images.Wanted) -> dict[str, images.Split]:
     try:
         loaded = datasets.load_dataset(hub)
     except Exception as error:  # no network, no such set, no space: the package raises many kinds
-        raise UserError(f"{hub} could not be fetched ({error}); give a folder with --data or QUPEL_DATA") from error
+        raise UserError(
+            f"{hub} could not be fetched ({images.line(error)}); give a folder with --data or QUPEL_DATA"
+        ) from error
     splits = {}
     for name in ("train", "test"):
         split = loaded[name]
@@ -263,17 +265,18 @@ def from_npz(path: str | os.PathLike[str]) -> Dataset:
     """
     path = Path(path).expanduser()
     try:
-        loaded = np.load(path, allow_pickle=False)
-        if not isinstance(loaded, np.lib.npyio.NpzFile):
-            raise UserError(f"{path}: a single array; a .npz file with {', '.join(NPZ_NAMES[0])} is needed")
-        with loaded as file:
-            held = {key: file[key] for key in file.files}
+        with path.open("rb") as stream:
+            loaded = np.load(stream, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                raise UserError(f"{path}: a single array; a .npz file with {', '.join(NPZ_NAMES[0])} is needed")
+            with loaded as file:
+                held = {key: file[key] for key in file.files}
     except UserError:
         raise
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise UserError(f"{path}: not a readable .npz file of plain numbers ({error})") from error
+        raise UserError(f"{path}: not a readable .npz file of plain numbers ({images.line(error)})") from error
     names = next((names for names in NPZ_NAMES if all(name in held for name in names)), None)
     if names is None:
         needed = " or ".join(", ".join(names) for names in NPZ_NAMES)
