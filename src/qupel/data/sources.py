@@ -37,8 +37,8 @@ class Arrays:
     def take(self, rows: np.ndarray | Tensor) -> "Arrays":
         """The samples at these row numbers, in this order (a copy)."""
         index = torch.as_tensor(rows, dtype=torch.int64)
-        groups = None if self.groups is None else self.groups[index]
-        return Arrays(self.inputs[index], self.targets[index], groups)
+        groups = None if self.groups is None else self.groups.index_select(0, index)
+        return Arrays(self.inputs.index_select(0, index), self.targets.index_select(0, index), groups)
 
 
 @dataclass(frozen=True, eq=False)
