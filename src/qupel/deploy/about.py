@@ -1,0 +1,93 @@
+"""What a model file says about its model: enough to build it, feed it and name its answers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from qupel.deploy.header import FormatError, shape_of
+
+
+@dataclass(frozen=True)
+class About:
+    """Stored as JSON in the file.
+
+    model        a name of `qupel.models.AVAILABLE`; "" for the user's own network
+    input_shape  of one input, (C, H, W) for images
+    classes      number of outputs
+    labels       names of the classes, or ()
+    mean, std    per channel, of uint8 inputs as fractions of 255: the model takes (input / 255 - mean) / std; () for
+                 inputs that are used as they are
+    client       whose model it is
+    extra        anything else that is plain JSON: accuracy, method, seed, ...
+    """
+
+    model: str = ""
+    input_shape: tuple[int, ...] = ()
+    classes: int = 0
+    labels: tuple[str, ...] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    client: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A field that has its default value is left out."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(About(), name)}
+
+    @staticmethod
+    def from_json(value: Any) -> About:
+        """The inverse of `to_json`, strict."""
+        if not isinstance(value, dict) or not set(value) <= {f.name for f in fields(About)}:
+            raise FormatError("'about' must be an object of known fields")
+        about = About(
+            model=_text(value.get("model", ""), "model"),
+            input_shape=shape_of(value.get("input_shape", []), "about.input_shape"),
+            classes=_count(value.get("classes", 0)),
+            labels=tuple(_text(v, "labels") for v in _list(value.get("labels", []), "labels")),
+            mean=tuple(_number(v, "mean") for v in _list(value.get("mean", []), "mean")),
+            std=tuple(_number(v, "std") for v in _list(value.get("std", []), "std")),
+            client=_text(value.get("client", ""), "client"),
+            extra=_extra(value.get("extra", {})),
+        )
+        if about.labels and len(about.labels) != about.classes:
+            raise FormatError(f"about.labels: {len(about.labels)} names for {about.classes} classes")
+        if len(about.mean) != len(about.std) or any(s <= 0 for s in about.std):
+            raise FormatError("about.mean and about.std: one of each per channel, std greater than 0")
+        if about.mean and (not about.input_shape or len(about.mean) not in (1, about.input_shape[0])):
+            raise FormatError("about.mean: one number per channel of about.input_shape")
+        return about
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise FormatError(f"about.{what}: must be text that can be printed")
+    return value
+
+
+def _list(value: Any, what: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise FormatError(f"about.{what}: must be a list")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise FormatError("about.classes: must be a whole number from 0 to 2^31 - 1")
+    return value
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        if type(value) in (int, float) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # a whole number beyond the range of floats
+        pass
+    raise FormatError(f"about.{what}: must be finite numbers")
+
+
+def _extra(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError("about.extra: must be an object")
+    return value

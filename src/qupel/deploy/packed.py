@@ -1,0 +1,183 @@
+"""A model as codes: what a packed file holds, and how it goes into an nn.Module and comes out of one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from qupel import models
+from qupel.codebook import Codebook
+from qupel.deploy.about import About
+from qupel.deploy.header import DTYPES, FormatError
+from qupel.deploy.pack import Bytes, Floats, bits_for, decode, pack, unpack
+from qupel.errors import UserError
+from qupel.flat import Layout
+from qupel.quantize import LEVELS, assign
+
+DTYPE_OF = {dtype: name for name, dtype in DTYPES.items()}
+Rest = Literal["fp32", "fp16"]
+
+_COUNTER = "num_batches_tracked"  # BatchNorm's training counter: no part of what a model computes, not stored
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One quantized layer: weight = centers[codes], in C order."""
+
+    name: str
+    shape: tuple[int, ...]
+    centers: Floats  # (m,), sorted
+    packed: Bytes
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bits(self) -> int:
+        return bits_for(len(self.centers))
+
+    def codes(self) -> Bytes:
+        """Which center each weight is, (size,)."""
+        return unpack(self.packed, self.size, self.bits)
+
+    def weights(self) -> Floats:
+        """The dense weights, in the layer's shape."""
+        return decode(self.packed, self.size, self.centers).reshape(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A model as it lies in the file: quantized layers as codes, the rest as arrays."""
+
+    layers: tuple[Layer, ...]
+    rest: dict[str, np.ndarray]
+    about: About
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(layer.name for layer in self.layers)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has, buffers included."""
+        return sum(layer.size for layer in self.layers) + sum(value.size for value in self.rest.values())
+
+    @property
+    def floor(self) -> int:
+        """Bytes no file can do without: codes, centers and rest."""
+        return sum(len(layer.packed) + layer.centers.nbytes for layer in self.layers) + sum(
+            value.nbytes for value in self.rest.values()
+        )
+
+    def check(self, module: nn.Module) -> None:
+        """Refuse a module whose parameters and buffers are not exactly those of the file."""
+        held = {layer.name: (layer.shape, "F32") for layer in self.layers}
+        held |= {name: (value.shape, DTYPE_OF[value.dtype]) for name, value in self.rest.items()}
+        wanted = {name: (tuple(t.shape), _dtype(name, t)) for name, t in _tensors(module).items()}
+        if missing := [name for name in wanted if name not in held]:
+            raise FormatError(f"the file does not hold {', '.join(missing[:5])}, which the model has")
+        if extra := [name for name in held if name not in wanted]:
+            raise FormatError(f"the file holds {', '.join(extra[:5])}, which the model does not have")
+        for name, (shape, dtype) in wanted.items():
+            there, kind = held[name]
+            if there != shape or (kind != dtype and (kind, dtype) != ("F16", "F32")):
+                raise FormatError(f"{name}: {kind} {list(there)} in the file, {dtype} {list(shape)} in the model")
+
+    def into(self, module: nn.Module) -> None:
+        """Copy everything into the module, bit for bit (fp16 is widened to fp32)."""
+        self.check(module)
+        tensors = _tensors(module)
+        with torch.no_grad():
+            for layer in self.layers:
+                tensors[layer.name].copy_(torch.from_numpy(layer.weights()))
+            for name, value in self.rest.items():
+                tensors[name].copy_(torch.tensor(value))
+
+    def codebook(self, layout: Layout) -> Codebook:
+        """The centers at their places in the layout of the model."""
+        centers = tuple(torch.from_numpy(layer.centers.copy()) for layer in self.layers)
+        return Codebook(tuple(layout[name] for name in self.names), centers)
+
+    def empty_model(self) -> nn.Module:
+        """The network that the file names, on the meta device: it has shapes, which are checked, and no memory."""
+        name = self.about.model
+        if name not in models.AVAILABLE:
+            known = ", ".join(models.AVAILABLE)
+            what = f"names the model {name!r}" if name else "names no model"
+            raise UserError(f"the file {what}; without your nn.Module only these can be built: {known}")
+        if not self.about.input_shape or not self.about.classes:
+            raise FormatError("the file does not say the input shape and the number of classes")
+        try:
+            with torch.device("meta"):
+                module = models.build(name, self.about.input_shape, self.about.classes, seed=0)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(f"no {name} can be built for inputs {self.about.input_shape}: {error}") from None
+        self.check(module)
+        return module
+
+    def model(self) -> nn.Module:
+        """The network that the file names, with its weights, in evaluation mode."""
+        module = self.empty_model().to_empty(device="cpu")
+        for name, buffer in module.named_buffers():
+            if name.endswith(_COUNTER):
+                buffer.zero_()
+        self.into(module)
+        return module.eval()
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers; of shared ones the first name, as in `flat.Layout`."""
+    kept = set(module.state_dict(keep_vars=True))
+    found = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in kept}
+    return {name: t for name, t in found.items() if name.rpartition(".")[2] != _COUNTER}
+
+
+def _dtype(name: str, tensor: Tensor) -> str:
+    try:
+        return DTYPE_OF[np.dtype(str(tensor.dtype).removeprefix("torch."))]
+    except (TypeError, KeyError):
+        raise UserError(f"{name!r} has type {tensor.dtype}; a packed file holds {', '.join(DTYPES)}") from None
+
+
+def pack_model(module: nn.Module, codebook: Codebook, about: About | None = None, rest: Rest = "fp32") -> Packed:
+    """The module as codes and rest. Every quantized layer must lie exactly on its centers."""
+    if rest not in ("fp32", "fp16"):
+        raise UserError(f"rest = {rest!r}: allowed are fp32 and fp16")
+    tensors = {name: t.detach().cpu() for name, t in _tensors(module).items()}
+    layers = []
+    for slot, centers in codebook:
+        if slot.name not in tensors:
+            raise UserError(f"the codebook names {slot.name!r}, which the model does not have")
+        layers.append(_layer(slot.name, tensors.pop(slot.name), centers.detach().cpu()))
+    held = {}
+    for name, tensor in tensors.items():
+        dtype = DTYPES[_dtype(name, tensor)]
+        value = tensor.contiguous().numpy().astype(dtype)
+        if rest == "fp16" and dtype == DTYPES["F32"]:
+            with np.errstate(over="ignore"):
+                half = value.astype(DTYPES["F16"])
+            if not np.array_equal(np.isfinite(half), np.isfinite(value)):
+                raise UserError(f"{name}: a value beyond 65,504 cannot be stored as fp16; use rest = 'fp32'")
+            value = half
+        held[name] = value
+    return Packed(tuple(layers), held, about or About())
+
+
+def _layer(name: str, weight: Tensor, centers: Tensor) -> Layer:
+    if centers.dtype != torch.float32 or centers.ndim != 1 or len(centers) not in LEVELS:
+        raise UserError(f"{name}: allowed are 1 to 256 centers in float32")
+    if not bool(torch.isfinite(centers).all()) or not bool((centers[1:] >= centers[:-1]).all()):
+        raise UserError(f"{name}: its centers must be finite and sorted")
+    flat = weight.contiguous().flatten()
+    codes = assign(flat, centers)
+    if not torch.equal(centers[codes], flat):
+        off = int((centers[codes] != flat).sum())
+        raise UserError(f"{name}: {off} of {len(flat)} weights are not on its centers; hard-quantize the model first")
+    bits = bits_for(len(centers))
+    return Layer(name, tuple(weight.shape), centers.numpy().copy(), pack(codes.numpy().astype(np.uint8), bits))
