@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -126,7 +127,7 @@ def resnet32(channels: int = 3, classes: int = 10) -> nn.Module:
 # name -> (description, builder from the shape of one input (C, H, W) and the number of classes)
 Builder = Callable[[tuple[int, ...], int], nn.Module]
 AVAILABLE: dict[str, tuple[str, Builder]] = {
-    "mlp": ("fully connected 256-128, any input", lambda s, k: mlp(int(torch.tensor(s).prod()), classes=k)),
+    "mlp": ("fully connected 256-128, any input", lambda s, k: mlp(math.prod(s), classes=k)),
     "digits_cnn": ("5 layers for 8x8 images", lambda s, k: digits_cnn(s[0], k)),
     "small_cnn": ("compact 5-layer CNN for 28x28 and 32x32 images", lambda s, k: small_cnn(s[0], s[1], k)),
     "cnn5": ("the paper's 5-layer CNN, 32x32 images, 797,962 parameters", lambda s, k: cnn5(s[0], k)),
