@@ -51,6 +51,8 @@ class About:
             client=_text(value.get("client", ""), "client"),
             extra=_extra(value.get("extra", {})),
         )
+        if 0 in about.input_shape:
+            raise FormatError("about.input_shape: every dimension must be at least 1")
         if about.labels and len(about.labels) != about.classes:
             raise FormatError(f"about.labels: {len(about.labels)} names for {about.classes} classes")
         if len(about.mean) != len(about.std) or any(s <= 0 for s in about.std):
