@@ -1,0 +1,61 @@
+"""Models that stay packed in memory."""
+
+import pytest
+import torch
+from torch import nn
+
+from qupel import models
+from qupel.deploy import About
+from qupel.deploy.packed import pack_model
+from qupel.deploy.runtime import keep_packed
+from qupel.errors import UserError
+from test_deploy_file import deployed, resnet
+
+
+@pytest.mark.parametrize("name", ["resnet20", "mlp", "digits_cnn"])
+@pytest.mark.parametrize("levels", [2, 3, 8, 256])
+def test_same_outputs_bit_for_bit(name, levels):
+    torch.manual_seed(0)
+    shape = {"resnet20": (3, 32, 32), "mlp": (1, 8, 8), "digits_cnn": (1, 8, 8)}[name]
+    module, codebook = resnet(levels) if name == "resnet20" else deployed(models.build(name, shape, 10, 0), levels)
+    running = keep_packed(pack_model(module, codebook, About(name, shape, 10)))
+    x = torch.randn(3, *shape)
+    with torch.no_grad():
+        assert torch.equal(running(x), module(x))
+        assert torch.equal(running(x), module(x))
+    held = {n for n, _ in running.named_parameters()}
+    assert held == {n for n, _ in module.named_parameters()} - {slot.name for slot in codebook.slots}
+    assert not any("weight" in m.__dict__ for m in running.modules())  # nothing dense stays
+
+
+def test_own_module_shared_weights_and_failed_calls():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.three = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.two.weight = self.one.weight
+
+        def forward(self, x):
+            return self.three(self.two(self.one(x)))
+
+    module, codebook = deployed(Own(), {"one.weight": 3})
+    with torch.device("meta"):
+        empty = Own()
+    running = keep_packed(pack_model(module, codebook), empty)
+    with pytest.raises(RuntimeError):
+        running(torch.randn(3, 5))
+    assert "weight" not in running.one.__dict__
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        assert torch.equal(running(x), module(x))
+
+    class Scratch(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    module, codebook = deployed(Scratch(), {})
+    with torch.device("meta"):
+        empty = Scratch()
+    with pytest.raises(UserError, match="'scratch' is not in the file"):
+        keep_packed(pack_model(module, codebook), empty)
