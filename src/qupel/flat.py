@@ -50,7 +50,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and slices of a module's parameters in one vector of length `size`; `weights`: the layers one may quantize."""
+    """Names and slices of a module's parameters in one vector of length `size`.
+
+    `weights`: the layers that can be quantized, in the module's order.
+    """
 
     slots: tuple[Slot, ...]
     weights: tuple[str, ...]
@@ -65,9 +68,7 @@ class Layout:
             start += p.numel()
         known = {s.name for s in slots}
         weights = [
-            f"{name}.weight" if name else "weight"
-            for name, m in module.named_modules()
-            if isinstance(m, _QUANTIZABLE)
+            f"{name}.weight" if name else "weight" for name, m in module.named_modules() if isinstance(m, _QUANTIZABLE)
         ]
         return Layout(tuple(slots), tuple(w for w in weights if w in known))
 
@@ -117,7 +118,7 @@ class Layout:
 
 
 def choose_layers(layout: Layout, names: Iterable[str] | None) -> tuple[str, ...]:
-    """The layers to quantize: the default ones, or those named (full parameter names, or module names without `.weight`)."""
+    """The layers to quantize: the default ones, or those named, with or without `.weight`."""
     if names is None:
         return layout.default_layers()
     chosen = []

@@ -45,7 +45,7 @@ class Oracle:
         self.values.copy_(x)
         self.gradients.zero_()
         loss = self.loss(self.module(inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.loss_value = loss.item()
         if not math.isfinite(self.loss_value):
             raise Diverged(f"the loss is {self.loss_value}; {self._first_bad(x)}")

@@ -25,9 +25,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Schedule:
-    """value(epoch) = (start + growth * e) * decay^(e-1) * factor^(drops passed) * cosine(e), e = epoch + offset, epochs from 1.
+    """value(epoch) = (start + growth * e) * decay^(e-1) * factor^(drops passed) * cosine(e), e = epoch + offset.
 
-    `cosine` > 0: a half cosine from 1 to 0 over that many epochs. A drop at epoch k holds from epoch k + 1 on.
+    Epochs count from 1. `cosine` > 0: a half cosine from 1 to 0 over that many epochs. A drop at k holds from k + 1 on.
     """
 
     start: float = 0.0

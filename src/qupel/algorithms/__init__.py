@@ -36,7 +36,7 @@ __all__ = [
     "Phase",
     "PostTraining",
     "ProxQuant",
-    "Quantizer",
     "QuPeL",
+    "Quantizer",
     "State",
 ]

@@ -1,6 +1,6 @@
-"""BinaryRelax (Yin et al., 2018): a latent model y takes the gradient at a relaxed one, which slides to its quantization.
+"""BinaryRelax (Yin et al., 2018): a latent model y takes the gradient at a relaxed one, which slides to Q(y).
 
-A phase with a growing `lam`, then a phase with `lam = inf` (x = Q(y), every forward pass quantized), is the published method.
+The published method is a phase with a growing `lam`, then one with `lam = inf` (x = Q(y) in every pass).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from qupel.schedule import Clock, Schedule
 
 @dataclass(frozen=True)
 class FineTune:
-    """x = c[frozen codes]:  c - eta2 sum_{S_j} df/dx (or the mean over S_j);  the rest: x - eta1 (g + lambda_p (x - w)).
+    """c - eta2 sum_{S_j} df/dx (or the mean over S_j), x = c[frozen codes];  the rest: x - eta1 (g + lambda_p (x - w)).
 
     lambda_p None: no federation, nothing is sent. A client without a codebook goes on at full precision.
     """

@@ -1,4 +1,4 @@
-"""Algorithm 1 at each client, no communication: centralized training when there is one client, Local when there are many.
+"""Algorithm 1 at each client, no communication: centralized training with one client, Local with many.
 
 A client without a codebook trains at full precision with the plain optimizer.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
-
-from torch import Tensor
 
 from qupel.algorithms.base import Alone, Batch, Deployed, Gradient, State, quantized
 from qupel.algorithms.quantizer import Quantizer

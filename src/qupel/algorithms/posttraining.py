@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from torch import Tensor
-
 from qupel.algorithms.base import Alone, Batch, Deployed, Gradient, State
 from qupel.codebook import Plan, start_codebook
 from qupel.flat import Layout

@@ -59,7 +59,7 @@ class Quantizer:
         return g + upstream
 
     def prox_weights(self, y: Tensor, codebook: Codebook, eta1: Schedule, clock: Clock) -> tuple[Tensor, Codes]:
-        """prox of eta1 lambda R(., c) at y, written into y, and each weight's center: a weight never leaves its cell."""
+        """prox of eta1 lambda R(., c) at y, written into y, and each weight's center, which it never leaves."""
         codes = codebook.assign(y)
         for (slot, c), k in zip(codebook, codes, strict=True):
             t = weight_pull(self.lam, eta1, clock, c)

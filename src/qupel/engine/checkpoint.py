@@ -1,9 +1,9 @@
 """Checkpoints of a run: a folder per checkpoint, complete or absent, and a log of metrics that fits it.
 
-    checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint
-                                w.bin       the server's model, float32
-                                shard-*.bin, shard-*.json   the clients' states (`store`)
-    metrics.jsonl               one line per evaluated round
+checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint
+                            w.bin       the server's model, float32
+                            shard-*.bin, shard-*.json   the clients' states (`store`)
+metrics.jsonl               one line per evaluated round
 """
 
 from __future__ import annotations
@@ -71,12 +71,13 @@ class Checkpoints:
         with self.log.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def lines(self, rounds: int) -> list[dict[str, Any]]:
-        """The metrics of the first `rounds` rounds; later lines, of rounds that will run again, are dropped."""
-        if not self.log.exists():
-            return []
-        kept = []
-        for text in self.log.read_text().splitlines():
+    def lines(self, rounds: int, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The metrics of the first `rounds` rounds; later lines, of rounds that will run again, are dropped.
+
+        A log that does not exist yet begins with the lines `before`.
+        """
+        kept = [] if self.log.exists() else list(before)
+        for text in self.log.read_text().splitlines() if self.log.exists() else []:
             try:
                 line = json.loads(text)
             except json.JSONDecodeError:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from qupel.algorithms import Phase
 from qupel.codebook import Plan
-from qupel.data.batches import Transform, generator
+from qupel.data.batches import Transform, chunks, generator
 from qupel.data.partition import Part
 from qupel.data.sources import Dataset
 from qupel.errors import UserError
+from qupel.evaluate import CALIBRATION_SAMPLES, EVALUATION_BATCH
 from qupel.oracle import Loss
 from qupel.schedule import Clock
 
@@ -90,3 +91,8 @@ class Job:
 
     def share(self, client: int) -> float:
         return float(len(self.parts[client].train_rows)) if self.weighted else 1.0
+
+    def calibration(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Training data of a client for BatchNorm's statistics, never augmented."""
+        owned = self.parts[client].train_rows[:CALIBRATION_SAMPLES]
+        return chunks(self.data.train.take(owned), EVALUATION_BATCH, self.transform)

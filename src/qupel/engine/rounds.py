@@ -67,18 +67,20 @@ def run(
     engine: Engine,
     *,
     checkpoints: Checkpoints | None = None,
+    begin: tuple[int, Tensor, list[dict[str, Any]]] | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
-    """Run a job to its end, from its newest checkpoint if there is one."""
+    """Run a job to its end, from its newest checkpoint if there is one, else from `begin`: (rounds done, w, metrics) of
+    a first phase that leaves nothing with the clients, else from the start."""
     layout = Layout.of(job.module)
-    w, start, lines = layout.flatten(job.module), 0, []
+    start, w, lines = begin or (0, layout.flatten(job.module), [])
     if checkpoints:
         found = checkpoints.load(layout.size)
         if found:
             start, w, folder = found
             engine.load(folder)
-        lines = checkpoints.lines(start)
+        lines = checkpoints.lines(start, lines)
     losses: list[float] = []
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
     for round in range(start, job.rounds):
@@ -164,7 +166,7 @@ def round_to(seconds: float) -> float:
 
 
 def check_trainable(job: Job) -> None:
-    """Refuse at the door what would fail in the first step: a forward pass of one sample, shapes of outputs and targets."""
+    """Refuse at the door what would fail in the first step: unknown layers, a model or loss that does not fit."""
     layout = Layout.of(job.module)
     if layout.size == 0:
         raise UserError("the model has no parameters to train")

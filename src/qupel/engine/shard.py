@@ -13,9 +13,10 @@ from torch import Tensor
 from qupel.algorithms.base import Deployed, State
 from qupel.codebook import mean_bits, model_bytes
 from qupel.data.batches import batch, chunks, generator, rows
+from qupel.data.sources import Arrays
 from qupel.engine.job import Job
 from qupel.engine.store import DiskStore, MemoryStore, Store, restore, snapshot
-from qupel.evaluate import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge, Score
+from qupel.evaluate import EVALUATION_BATCH, Judge, Score
 from qupel.oracle import Diverged, Oracle
 from qupel.quantize import dead_centers
 
@@ -118,13 +119,8 @@ class Shard:
             size = model_bytes(len(model.x), model.codebook)
             yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead)
 
-    def _score(self, client: int, x: Tensor, arrays: object) -> Score:
-        return self.judge.score(x, self.calibration(client), chunks(arrays, EVALUATION_BATCH, self.job.transform))  # type: ignore[arg-type]
-
-    def calibration(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training data of the client for BatchNorm's statistics, never augmented."""
-        owned = self.job.parts[client].train_rows[:CALIBRATION_SAMPLES]
-        return chunks(self.job.data.train.take(owned), EVALUATION_BATCH, self.job.transform)
+    def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:
+        return self.judge.score(x, self.job.calibration(client), chunks(arrays, EVALUATION_BATCH, self.job.transform))
 
     def save(self, folder: Path, name: str) -> None:
         snapshot(self.store, folder, name)
@@ -146,5 +142,3 @@ def screen(upload: Tensor | None, size: int) -> str | None:
 
 def mean_or_nan(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from qupel.flat import Layout
 
 @dataclass(frozen=True)
 class Shape:
-    """What a row holds, besides x (d,): centers per layer and sizes of the optimizer's memory; and the client's phase."""
+    """What a row holds besides x (d,): centers per layer, sizes of the optimizer's memory; and the client's phase."""
 
     phase: int
     centers: dict[str, int]
@@ -106,7 +107,7 @@ class DiskStore:
         if data.nbytes > room:
             offset, room = self.end, data.nbytes
             self.end += room
-        view = memoryview(data).cast("B")
+        view = data.view(np.uint8).data
         written = 0
         while written < len(view):
             written += os.pwrite(self.file.fileno(), view[written:], offset + written)
@@ -129,7 +130,7 @@ def snapshot(store: Store, folder: Path, name: str) -> None:
                 "memory": list(shape.memory),
             }
             for tensor in tensors:
-                file.write(memoryview(tensor.contiguous().numpy()).cast("B"))
+                file.write(tensor.contiguous().numpy().data)
         file.flush()
         os.fsync(file.fileno())
     with (folder / f"{name}.json").open("w") as out:

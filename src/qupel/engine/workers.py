@@ -173,9 +173,7 @@ class _Desk:
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
 
-    def job(
-        self, job: Job, mine: Sequence[int], store: str, scratch: Path | None, w: Tensor, uploads: Tensor
-    ) -> None:
+    def job(self, job: Job, mine: Sequence[int], store: str, scratch: Path | None, w: Tensor, uploads: Tensor) -> None:
         self.shard = Shard(job, mine, store, scratch)
         self.w, self.uploads = w, uploads
         self.name = f"shard-{mine[0] if len(mine) else 'none'}"

@@ -1,0 +1,3 @@
+from qupel.cli import main
+
+main()

@@ -1,0 +1,287 @@
+"""The command line. Every command is a thin call of the library."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from qupel.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+out = Console()
+err = Console(stderr=True)
+
+ConfigFile = Annotated[Path | None, typer.Argument(help="a TOML file; none: the demo on embedded digits")]
+Out = Annotated[Path | None, typer.Option("--out", help="run directory (default: runs/<name>-<time>)")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="override a key: --set split.clients=10")]
+Workers = Annotated[int | None, typer.Option(min=1, help="worker processes, one thread each (default: all cores)")]
+Data = Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in --out")]
+
+DEMO = """
+seeds = [0, 1, 2]
+bits = [2, 3]
+rounds = 30
+[split]
+train_per_client = 20
+[methods.QuPeL]
+recipe = "qupel"
+[methods.Local]
+recipe = "local"
+[methods.FedAvg]
+recipe = "fedavg"
+[methods."FedAvg + fine-tuning"]
+recipe = "fedavg-finetune"
+"""
+TRAINING = {"split": {"kind": "one"}, "bits": 2, "local_steps": 10}
+TRAINING_DEMO = """
+rounds = 60
+batch = 50
+[methods."learned centers"]
+recipe = "local"
+[methods."full precision"]
+recipe = "local"
+bits = 32
+[methods."k-means afterwards"]
+recipe = "ptq-kmeans"
+"""
+
+
+@app.command()
+def run(
+    config: ConfigFile = None,
+    out: Out = None,
+    set: Set = None,
+    workers: Workers = None,
+    data: Data = None,
+    resume: Resume = False,
+) -> None:
+    """Run a federation: every client ends with its own small model. Without a config: the demo."""
+    _experiment(config, DEMO, {}, out, set or [], workers, data, resume)
+
+
+@app.command()
+def train(
+    config: ConfigFile = None,
+    out: Out = None,
+    set: Set = None,
+    workers: Workers = None,
+    data: Data = None,
+    resume: Resume = False,
+) -> None:
+    """Train quantized models in one place (Algorithm 1 and its competitors). Without a config: digits."""
+    _experiment(config, TRAINING_DEMO, TRAINING, out, set or [], workers, data, resume)
+
+
+def _experiment(
+    path: Path | None,
+    embedded: str,
+    defaults: dict[str, Any],
+    folder: Path | None,
+    overrides: list[str],
+    workers: int | None,
+    data: Path | None,
+    resume: bool,
+) -> None:
+    from qupel import config as configs
+    from qupel import experiment
+
+    if data is not None:
+        overrides = [*overrides, f'data.folder="{data}"']
+    config = (
+        configs.parse(embedded, "demo", overrides, defaults)
+        if path is None
+        else configs.load(path, overrides, defaults)
+    )
+    if folder is None:
+        if resume:
+            raise UserError("--resume needs --out, the directory of the run to go on with")
+        folder = Path("runs") / f"{path.stem if path else 'demo'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    workers = workers or experiment.available_cpus()
+    began = time.monotonic()
+    cells = experiment.cells(config)
+    with stop_requests() as should_stop, _Watcher(len(cells) * _rounds(config)) as watcher:
+        results = experiment.run_experiment(
+            config, folder, workers=workers, resume=resume, watch=watcher.tell, should_stop=should_stop
+        )
+    _show(results, folder, config.split.kind == "one", time.monotonic() - began)
+
+
+def _rounds(config: Any) -> int:
+    return max(sum(p.rounds for p in m.phases) if m.phases else config.rounds for m in config.methods.values())
+
+
+def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float) -> None:
+    from qupel.files import write_atomic, write_json
+    from qupel.report import tables
+
+    rows = tables.rows(results)
+    head, body = tables.training_table(rows) if one else tables.federation_table(rows)
+    note = results[0]["data_note"]
+    said = "" if one else tables.sentence(rows, max(r.model_bytes for r in rows)) + "\n"
+    write_json(folder / "summary.json", [asdict(r) for r in rows])
+    write_atomic(folder / "summary.md", tables.markdown(head, body) + (f"\n{note}\n" if note else "") + f"\n{said}")
+    table = Table(*head, title=f"{len({r['seed'] for r in results})} seed(s); last round", title_justify="left")
+    for cells in body:
+        table.add_row(*cells)
+    out.print(table)
+    for text in (note, said.strip()):
+        if text:
+            out.print(text)
+    if not one:
+        out.print(f"[dim]gain: {rows[0].label} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
+    out.print(f"[dim]{seconds:.0f} s; everything is in {folder}[/dim]")
+
+
+class _Watcher:
+    """A progress bar on a terminal, plain lines elsewhere."""
+
+    def __init__(self, rounds: int) -> None:
+        self.rounds = rounds
+        self.live = out.is_terminal
+        self.done: dict[str, int] = {}
+        columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()]
+        self.bar = Progress(*columns, TimeRemainingColumn(), console=out, transient=True)
+
+    def __enter__(self) -> _Watcher:
+        if self.live:
+            self.bar.start()
+            self.task = self.bar.add_task("starting", total=self.rounds)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live:
+            self.bar.stop()
+
+    def tell(self, cell: Any, progress: Any) -> None:
+        self.done[cell.name] = progress.round
+        line = progress.line
+        for refusal in progress.refused:
+            err.print(f"round {progress.round}: refused {refusal}", highlight=False)
+        if self.live:
+            seen = f"  {100 * line['test']:.1f} %" if line else ""
+            text = f"{cell.label}, seed {cell.seed}  loss {progress.loss:.3f}{seen}"
+            self.bar.update(self.task, completed=sum(self.done.values()), description=text[:46])
+        elif line:
+            sent = f"  {line['upload_bytes'] / 1e6:.2f} MB sent per client" if line["upload_bytes"] else ""
+            head = f"{cell.label}, seed {cell.seed}: round {progress.round}/{progress.rounds}"
+            out.print(f"{head}  loss {line['loss']:.4f}  test {100 * line['test']:.2f} %{sent}", highlight=False)
+
+
+@contextmanager
+def stop_requests() -> Iterator[Any]:
+    """The first Ctrl-C or SIGTERM asks the run to stop after its round, with a checkpoint; the second one ends it."""
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+        err.print("stopping after this round; once more to stop at once")
+
+    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+@app.command()
+def split(
+    config: ConfigFile = None,
+    picture: Annotated[Path | None, typer.Option(help="also draw clients x classes to this PNG or SVG")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    set: Set = None,
+    data: Data = None,
+) -> None:
+    """Show who gets what: a table of clients x classes, and a picture."""
+    from qupel import config as configs
+    from qupel import experiment
+    from qupel.data import partition
+
+    overrides = [*(set or []), *([f'data.folder="{data}"'] if data else [])]
+    cfg = configs.load(config, overrides) if config else configs.parse(DEMO, "demo", overrides)
+    dataset = experiment.load_data(cfg.data.name, cfg.data.folder, cfg.data.limit)
+    parts = experiment.split_data(cfg, dataset, seed)
+    if dataset.classes is None:
+        raise UserError(f"{dataset.name} has no class labels to count")
+    counts = partition.table(parts, dataset.train.targets, dataset.classes)
+    table = Table("client", *[str(c) for c in range(dataset.classes)], "train", "valid", "test", padding=(0, 1))
+    for i, (row, part) in enumerate(zip(counts, parts, strict=True)):
+        shown = [str(n) if n else "[dim]·[/dim]" for n in row]
+        sizes = (len(part.train_rows), len(part.validation_rows), len(part.test_rows))
+        table.add_row(str(i), *shown, *map(str, sizes))
+    out.print(table)
+    if picture is not None:
+        from qupel.report.figures import split_picture
+
+        split_picture(counts, dataset.labels, picture)
+        out.print(f"drawn to {picture}")
+
+
+@app.command()
+def methods() -> None:
+    """List the recipes, one line each."""
+    from qupel.recipes import RECIPES
+
+    _list({name: r.about for name, r in RECIPES.items()})
+
+
+@app.command()
+def datasets() -> None:
+    """List the data sets, one line each."""
+    from qupel.data.sources import AVAILABLE
+
+    _list(AVAILABLE)
+
+
+@app.command()
+def models() -> None:
+    """List the models, one line each."""
+    from qupel.models import AVAILABLE
+
+    _list({name: about for name, (about, _) in AVAILABLE.items()})
+
+
+def _list(items: dict[str, str]) -> None:
+    width = max(map(len, items))
+    for name, about in items.items():
+        out.print(f"[bold]{name:{width}}[/bold]  {about}", highlight=False)
+
+
+def main() -> None:
+    """User errors: one line, exit code 2. A stop on request: 130. Tracebacks only for bugs."""
+    from qupel.engine.rounds import Failed, Stopped
+    from qupel.engine.workers import WorkerDied
+
+    try:
+        app(standalone_mode=True)
+    except UserError as e:
+        err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(2)
+    except (Failed, WorkerDied) as e:
+        err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(1)
+    except Stopped as e:
+        err.print(f"{e}; go on with --resume and the same --out", highlight=False, soft_wrap=True)
+        sys.exit(130)
+    except KeyboardInterrupt:
+        err.print("stopped at once; the last checkpoint is intact: go on with --resume and the same --out")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Recipes: from a few settings to the phases of a run. Anything a recipe makes can also be written out as phases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from qupel.algorithms import (
+    BinaryRelax,
+    FedAvg,
+    FineTune,
+    Local,
+    Phase,
+    PostTraining,
+    ProxQuant,
+    Quantizer,
+    QuPeL,
+)
+from qupel.errors import UserError
+from qupel.optim import SGD, Adam, Optimizer
+from qupel.schedule import Follow, Schedule, Travel
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a run is: rounds of `local_steps` steps, `epoch_steps` of which make an epoch."""
+
+    rounds: int
+    local_steps: int
+    epoch_steps: int
+
+    def epochs(self, rounds: int) -> int:
+        return math.ceil(rounds * self.local_steps / self.epoch_steps)
+
+
+class Settings(BaseModel):
+    """What recipes are made of. The defaults are what was found best on validation data (docs/results)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    # the x step
+    eta1: float = Field(0.1, gt=0, description="step size of the model")
+    eta1_decay: float = Field(1.0, gt=0, le=1, description="factor on eta1 per epoch")
+    eta1_cosine: bool = Field(False, description="eta1 falls to 0 along a half cosine over the whole run")
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
+    weight_decay: float = Field(0.0, ge=0)
+    # weights meet centers
+    travel: float | None = Field(1.0, ge=0, description="total prox travel in half-gaps; or give lambda_growth")
+    lambda_growth: float | None = Field(None, ge=0, description="lambda(t) = lambda_growth * epoch, as in the paper")
+    mode: Literal["hard", "soft"] = "hard"
+    sharpness: float = Field(8.0, gt=0, description="P times the gap between centers, soft mode")
+    # centers
+    eta2: float = Field(1e-4, ge=0, description="step size of the centers")
+    eta2_drops: tuple[int, ...] = Field((), description="epochs after which eta2 falls tenfold")
+    center_gradient: Literal["sum", "mean"] = "sum"
+    clip: float | None = Field(None, gt=0, description="bound on every center gradient")
+    follow: float | None = Field(None, ge=0, description="center prox in half-gaps a step; none: the paper's lambda")
+    rule: Literal["exact", "first_order", "paper"] = "exact"
+    init: Literal["paper", "range", "kmeans", "quantile"] = "paper"
+    carry: bool = False
+    # the federation
+    lambda_p: float = Field(0.1, ge=0, description="pull between personal and global model")
+    coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
+    as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
+    # phases, as shares of the rounds
+    warmup: float = Field(0.0, ge=0, lt=1, description="FedAvg first")
+    finetune: float = Field(0.15, ge=0, lt=1, description="fixed assignments last")
+
+    def x_optimizer(self) -> Optimizer:
+        if self.optimizer == "adam":
+            return Adam(weight_decay=self.weight_decay)
+        return SGD(momentum=0.9 if self.optimizer == "momentum" else 0.0, weight_decay=self.weight_decay)
+
+    def x_schedule(self, budget: Budget) -> Schedule:
+        cosine = budget.epochs(budget.rounds) if self.eta1_cosine else 0
+        return Schedule(self.eta1, decay=self.eta1_decay, cosine=cosine)
+
+    def pull(self) -> Schedule | Travel:
+        if self.lambda_growth is not None:
+            return Schedule(growth=self.lambda_growth)
+        return Travel(self.travel or 0.0)
+
+    def steps_per_round(self, tau: int) -> int:
+        """The paper's listing synchronizes instead of stepping when tau divides t: tau - 1 steps a round."""
+        return tau - 1 if self.as_printed else tau
+
+    def eta3(self) -> Schedule:
+        return Schedule(self.coupling / self.lambda_p if self.lambda_p else 0.0)
+
+    def quantizer(self) -> Quantizer:
+        return Quantizer(
+            eta2=Schedule(self.eta2, drops=self.eta2_drops),
+            lam=self.pull(),
+            lam_c=None if self.follow is None else Follow(self.follow),
+            mode=self.mode,
+            sharpness=self.sharpness,
+            rule=self.rule,
+            gradient=self.center_gradient,
+            clip=self.clip,
+            carry=self.carry,
+            init=self.init,
+        )
+
+
+def split_rounds(s: Settings, b: Budget, *, warmup: bool = True) -> tuple[int, int, int]:
+    """Rounds of warm-up, main phase and fine-tuning."""
+    first = round(s.warmup * b.rounds) if warmup else 0
+    last = round(s.finetune * b.rounds)
+    if first + last >= b.rounds:
+        raise UserError(f"warmup {s.warmup} and finetune {s.finetune} leave no round of {b.rounds} to the main phase")
+    return first, b.rounds - first - last, last
+
+
+def _tail(s: Settings, b: Budget, done: int, rounds: int, lambda_p: float | None, eta2: float) -> list[Phase]:
+    """The fine-tuning phase, its schedules going on where the phase before it stopped."""
+    if rounds == 0:
+        return []
+    epochs = b.epochs(done)
+    method = FineTune(
+        eta1=s.x_schedule(b).later(epochs),
+        eta2=Schedule(eta2, drops=s.eta2_drops).later(epochs),
+        eta3=s.eta3(),
+        lambda_p=None if lambda_p is None else Schedule(lambda_p),
+        optimizer=s.x_optimizer(),
+        gradient=s.center_gradient,
+        clip=s.clip,
+    )
+    return [Phase(method, rounds)]
+
+
+def qupel(s: Settings, b: Budget) -> list[Phase]:
+    """FedAvg warm-up (if any), then QuPeL, then fine-tuning."""
+    first, main, last = split_rounds(s, b)
+    eta1 = s.x_schedule(b)
+    phases = [Phase(FedAvg(eta1=eta1, optimizer=s.x_optimizer()), first)] if first else []
+    method = QuPeL(
+        eta1=eta1.later(b.epochs(first)),
+        eta3=s.eta3(),
+        lambda_p=Schedule(s.lambda_p),
+        optimizer=s.x_optimizer(),
+        quantizer=s.quantizer(),
+        as_printed=s.as_printed,
+    )
+    return [*phases, Phase(method, main), *_tail(s, b, first + main, last, s.lambda_p, s.eta2)]
+
+
+def local(s: Settings, b: Budget) -> list[Phase]:
+    """Algorithm 1 at each client, then fine-tuning; plain training where there is no codebook."""
+    _, main, last = split_rounds(s, b, warmup=False)
+    method = Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantizer=s.quantizer())
+    return [Phase(method, main), *_tail(s, b, main, last, None, s.eta2)]
+
+
+def fedavg(s: Settings, b: Budget) -> list[Phase]:
+    """FedAvg all the way."""
+    return [Phase(FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer()), b.rounds)]
+
+
+def fedavg_finetune(s: Settings, b: Budget) -> list[Phase]:
+    """FedAvg, then local steps at full precision for the `finetune` share of the rounds."""
+    last = round(s.finetune * b.rounds)
+    first = b.rounds - last
+    eta1, optimizer = s.x_schedule(b), s.x_optimizer()
+    tuning = Local(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)
+    return [Phase(FedAvg(eta1=eta1, optimizer=optimizer), first), Phase(tuning, last)]
+
+
+def proxquant(s: Settings, b: Budget) -> list[Phase]:
+    """ProxQuant, then fine-tuning of what is not quantized."""
+    _, main, last = split_rounds(s, b, warmup=False)
+    method = ProxQuant(eta1=s.x_schedule(b), lam=s.pull(), optimizer=s.x_optimizer(), init=s.init)
+    return [Phase(method, main), *_tail(s, b, main, last, None, 0.0)]
+
+
+def binaryrelax(s: Settings, b: Budget) -> list[Phase]:
+    """BinaryRelax: relaxed, then hard for the `finetune` share of the rounds."""
+    _, main, last = split_rounds(s, b, warmup=False)
+    eta1, optimizer = s.x_schedule(b), s.x_optimizer()
+    relaxed = BinaryRelax(eta1=eta1, optimizer=optimizer)
+    hard = BinaryRelax(eta1=eta1.later(b.epochs(main)), lam=Schedule(math.inf), optimizer=optimizer)
+    return [Phase(relaxed, main), *([Phase(hard, last)] if last else [])]
+
+
+def _posttraining(init: Literal["range", "kmeans"]) -> Callable[[Settings, Budget], list[Phase]]:
+    def recipe(s: Settings, b: Budget) -> list[Phase]:
+        return [Phase(PostTraining(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), init=init), b.rounds)]
+
+    return recipe
+
+
+@dataclass(frozen=True)
+class Recipe:
+    about: str
+    phases: Callable[[Settings, Budget], list[Phase]]
+    defaults: dict[str, object]  # settings that belong to this recipe
+
+
+_PAPER: dict[str, object] = {
+    "travel": None,
+    "lambda_growth": 1e-6,
+    "eta2": 1e-4,
+    "eta2_drops": (120, 180),
+    "lambda_p": 0.025,
+}
+_PAPER |= {"eta1_decay": 0.99, "weight_decay": 1e-4, "init": "paper", "finetune": 1 / 7}
+
+RECIPES: dict[str, Recipe] = {
+    "qupel": Recipe("QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel, {}),
+    "qupel-corrected": Recipe("QuPeL with the paper's settings and corrected signs", qupel, _PAPER),
+    "qupel-paper": Recipe(
+        "QuPeL exactly as printed, wrong signs included", qupel, _PAPER | {"rule": "paper", "as_printed": True}
+    ),
+    "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, {}),
+    "fedavg": Recipe("one shared full-precision model", fedavg, {}),
+    "fedavg-finetune": Recipe("FedAvg, then local steps at full precision", fedavg_finetune, {"bits": 32}),
+    "proxquant": Recipe("ProxQuant: weights pulled to fixed centers", proxquant, {}),
+    "binaryrelax": Recipe("BinaryRelax: a latent model slides to its quantization", binaryrelax, {}),
+    "ptq-range": Recipe("post-training: nearest point of a min-max grid", _posttraining("range"), {}),
+    "ptq-kmeans": Recipe("post-training: k-means centers", _posttraining("kmeans"), {}),
+}

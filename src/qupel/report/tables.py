@@ -1,0 +1,168 @@
+"""The comparison of a run: one row per method, over clients and seeds. Last-round accuracy, and accuracy at the round
+that validation data chose; never the best round on test data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+Result = dict[str, Any]  # a cell's result.json
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method over its seeds. Accuracies in percent; `spread` is over clients, `std` over seeds."""
+
+    label: str
+    seeds: int
+    mean: float
+    std: float
+    selected: float | None  # test accuracy at the round with the best mean validation accuracy
+    worst: float  # mean of the worst tenth of the clients
+    spread: float
+    by_bits: dict[float, float]  # bits of the client's model -> mean accuracy
+    float_mean: float  # the model before quantization, last round
+    before_tuning: float | None  # the quantized model at the end of the phase before fine-tuning
+    bits: float
+    model_bytes: float
+    upload_bytes: float  # a client and round, largest over the phases
+    seconds: float
+    p: float | None  # paired t-test over (seed, client) against the reference method, two-sided
+    gain: float | None  # mean paired difference reference - this, in points
+
+
+def rows(results: Sequence[Result], reference: str | None = None) -> list[Row]:
+    labels = list(dict.fromkeys(r["label"] for r in results))
+    reference = reference or labels[0]
+    grouped = {label: sorted((r for r in results if r["label"] == label), key=lambda r: r["seed"]) for label in labels}
+    return [_row(label, grouped[label], grouped[reference] if label != reference else None) for label in labels]
+
+
+def _row(label: str, cells: Sequence[Result], reference: Sequence[Result] | None) -> Row:
+    last = [c["lines"][-1] for c in cells]
+    means = np.array([100 * line["test"] for line in last])
+    clients = [100 * np.array(line["clients"]["test"]) if "clients" in line else np.array([]) for line in last]
+    bits = [np.array(line["clients"]["bits"]) if "clients" in line else np.array([]) for line in last]
+    flat, flat_bits = np.concatenate(clients), np.concatenate(bits)
+    chosen = [_selected(c["lines"]) for c in cells]
+    tuned = [_before_tuning(c["lines"]) for c in cells]
+    p, gain = _paired(cells, reference) if reference else (None, None)
+    return Row(
+        label=label,
+        seeds=len(cells),
+        mean=float(means.mean()),
+        std=float(means.std(ddof=1)) if len(means) > 1 else 0.0,
+        selected=None if any(v is None for v in chosen) else float(np.mean([v for v in chosen if v is not None])),
+        worst=_mean([np.sort(a)[: max(1, round(len(a) / 10))].mean() for a in clients if len(a)]),
+        spread=_mean([a.std() for a in clients if len(a)]),
+        by_bits={float(b): float(flat[flat_bits == b].mean()) for b in np.unique(flat_bits)},
+        float_mean=_mean([100 * line.get("float_test", line["test"]) for line in last]),
+        before_tuning=None if any(v is None for v in tuned) else _mean([v for v in tuned if v is not None]),
+        bits=_mean([line["bits"] for line in last]),
+        model_bytes=_mean([line["model_bytes"] for line in last]),
+        upload_bytes=max(line["upload_bytes"] for c in cells for line in c["lines"]),
+        seconds=_mean([c["seconds"] for c in cells]),
+        p=p,
+        gain=gain,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else float("nan")
+
+
+def _selected(lines: Sequence[dict[str, Any]]) -> float | None:
+    """Test accuracy at the round with the best mean validation accuracy, among rounds that ship the last one's bits."""
+    able = [line for line in lines if "validation" in line and line["bits"] == lines[-1]["bits"]]
+    return 100 * max(able, key=lambda line: line["validation"])["test"] if able else None
+
+
+def _before_tuning(lines: Sequence[dict[str, Any]]) -> float | None:
+    if lines[-1]["method"] != "finetune":
+        return None
+    before = [line for line in lines if line["phase"] < lines[-1]["phase"]]
+    return 100 * before[-1]["test"] if before else None
+
+
+def _paired(cells: Sequence[Result], reference: Sequence[Result]) -> tuple[float | None, float | None]:
+    """(p, mean difference reference - method in points) over the (seed, client) pairs that both have."""
+    ours = {c["seed"]: c["lines"][-1].get("clients", {}).get("test", []) for c in reference}
+    pairs = [
+        (a, b)
+        for c in cells
+        if c["seed"] in ours
+        for a, b in zip(ours[c["seed"]], c["lines"][-1].get("clients", {}).get("test", []), strict=True)
+    ]
+    if len(pairs) < 2:
+        return None, None
+    difference = 100 * (np.array([a for a, _ in pairs]) - np.array([b for _, b in pairs]))
+    if np.ptp(difference) == 0:
+        return (1.0 if difference[0] == 0 else 0.0), float(difference[0])
+    return float(stats.ttest_1samp(difference, 0.0).pvalue), float(difference.mean())
+
+
+def size(count: float) -> str:
+    """1234567 -> '1.2 MB' (decimal units)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def federation_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells for a federation: what a comparison of personalized methods needs."""
+    widths = sorted({b for r in table for b in r.by_bits if b < 32})
+    selected = any(r.selected is not None for r in table)
+    head = ["method", "accuracy %", *(["selected %"] if selected else []), *[f"{b:g}-bit" for b in widths]]
+    head += ["worst 10%", "spread", "model", "gain", "p"]
+    body = []
+    for r in table:
+        shown = [f"{r.by_bits[b]:.1f}" if b in r.by_bits else "" for b in widths]
+        chosen = [f"{r.selected:.1f}" if r.selected is not None else "-"] if selected else []
+        gain = "" if r.gain is None else f"{r.gain:+.1f}"
+        p = "" if r.p is None else ("<1e-4" if r.p < 1e-4 else f"{r.p:.4f}")
+        mean, worst, spread = f"{r.mean:.1f} ± {r.std:.1f}", f"{r.worst:.1f}", f"{r.spread:.1f}"
+        body.append([r.label, mean, *chosen, *shown, worst, spread, size(r.model_bytes), gain, p])
+    return head, body
+
+
+def training_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells for training in one place: float, quantized before and after fine-tuning, size."""
+    head = ["method", "float %", "before tuning %", "deployed %", "bits/weight", "model"]
+    body = [
+        [
+            r.label,
+            f"{r.float_mean:.2f}",
+            "-" if r.before_tuning is None else f"{r.before_tuning:.2f}",
+            f"{r.mean:.2f} ± {r.std:.2f}",
+            f"{r.bits:.3g}",
+            size(r.model_bytes),
+        ]
+        for r in table
+    ]
+    return head, body
+
+
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(" --- " for _ in head) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body]) + "\n"
+
+
+def sentence(table: Sequence[Row], full_bytes: float) -> str:
+    """What the table means, in words, from its numbers alone."""
+    first, *others = table
+    if not others:
+        return f"{first.label} reaches {first.mean:.1f} % with models of {size(first.model_bytes)}."
+    parts = []
+    for r in others:
+        difference = first.mean - r.mean
+        word = "above" if difference > 0 else "below"
+        sure = "" if r.p is None or r.p < 0.05 else " (not significant)"
+        parts.append(f"{abs(difference):.1f} points {word} {r.label}{sure}")
+    small = full_bytes / first.model_bytes
+    return f"{first.label} ends {', '.join(parts)}, with models 1/{small:.0f} of the full-precision size."
