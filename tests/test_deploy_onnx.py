@@ -13,6 +13,7 @@ from qupel.deploy.onnx import export_onnx, read_about, session
 from qupel.deploy.pack import bits_for, pack
 from qupel.deploy.packed import Layer, pack_model
 from qupel.errors import UserError
+from qupel.flat import Layout
 from test_deploy_file import deployed, resnet
 
 onnx = pytest.importorskip("onnx")
@@ -54,7 +55,8 @@ def outputs(module, running, shape, batch):
 
 def test_mixed_bits_any_batch_and_about(tmp_path):
     torch.manual_seed(0)
-    module, codebook = deployed(models.digits_cnn(), {"0.weight": 3, "2.weight": 8, "6.weight": 4, "8.weight": 40})
+    net = models.digits_cnn()
+    module, codebook = deployed(net, dict(zip(Layout.of(net).weights, (3, 8, 4, 40), strict=False)))
     about = About("digits_cnn", (1, 8, 8), 10, tuple("0123456789"), client="client 3", extra={"accuracy": 0.5})
     path = tmp_path / "m.onnx"
     size = export_onnx(path, module, codebook, about=about)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from qupel.deploy.header import DTYPES, Entry, FormatError
 from qupel.deploy.pack import bits_for, chunks, packed_size, padding_is_zero
 from qupel.deploy.packed import DTYPE_OF, Layer, Packed, Rest, pack_model
 from qupel.errors import UserError
+from qupel.files import write_atomic
 from qupel.quantize import LEVELS
 
 __all__ = ["About", "FormatError", "Layer", "Packed", "dumps", "head_for", "load", "loads", "pack_model", "save"]
@@ -100,24 +100,13 @@ def save(
 
 
 def write_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Whole or not at all: a temporary name in the same folder, fsync, rename."""
+    """Whole or not at all (`files.write_atomic`), in a folder that is made if need be."""
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        write_atomic(path, content)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
 
 
 # --- reading ---
