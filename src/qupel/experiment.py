@@ -118,7 +118,7 @@ def build_job(config: Config, cell: Cell) -> Job:
         data=data,
         parts=parts,
         plans=plans,
-        phases=[Phase(FedAvg(), 1)],
+        phases=[],
         seed=cell.seed,
         local_steps=method.steps_per_round(config.local_steps),
         batch=config.batch,
@@ -129,7 +129,7 @@ def build_job(config: Config, cell: Cell) -> Job:
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
         transform=Transform.of(data, augment=config.data.augment),
     )
-    job = replace(job, phases=build_phases(method, config.rounds, job, cell.label))
+    job = job.with_phases(build_phases(method, config.rounds, job, cell.label))
     check_trainable(job)
     return job
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -45,13 +45,17 @@ class Job:
     def __post_init__(self) -> None:
         if len(self.parts) != len(self.plans):
             raise UserError(f"{len(self.parts)} clients but {len(self.plans)} plans of bits")
-        if not self.phases or any(p.rounds < 0 for p in self.phases):
-            raise UserError("phases: at least one, none with a negative number of rounds")
         if not 0 < self.sample <= 1:
             raise UserError(f"sample = {self.sample}: allowed is a share above 0 up to 1")
         for i, part in enumerate(self.parts):
             if len(part.train_rows) == 0:
                 raise UserError(f"{self.name(i)} has no training data")
+
+    def with_phases(self, phases: Sequence[Phase]) -> Job:
+        """This job with these phases; those of 0 rounds are left out."""
+        if any(p.rounds < 0 for p in phases) or not any(p.rounds for p in phases):
+            raise UserError("phases: at least one round in all, and no negative number of rounds")
+        return replace(self, phases=[p for p in phases if p.rounds])
 
     def name(self, client: int) -> str:
         return self.names[client] if self.names else f"client {client}"

@@ -1,0 +1,111 @@
+"""What a step costs: one Algorithm-1 or QuPeL step (hard mode) against two bare forward+backward passes of the same
+model and batch, in one process, interleaved, medians of many. A ratio near 1 means that quantization is free.
+
+    python benchmarks/step_cost.py [--steps 40] [--threads 1]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import nn
+
+from qupel import models
+from qupel.algorithms import Local, QuPeL, State
+from qupel.codebook import plan_bits
+from qupel.flat import Layout
+from qupel.oracle import Oracle
+from qupel.prox import prox_centers
+from qupel.quantize import init_centers
+from qupel.schedule import Clock
+
+LIMIT = {"resnet20": 1.15, "cnn5": 1.15, "digits_cnn": 2.5}
+WORK = {"resnet20": ((3, 32, 32), 128), "cnn5": ((3, 32, 32), 50), "digits_cnn": ((1, 8, 8), 20)}
+
+
+def bare_pass(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> Callable[[], None]:
+    """A plain training pass of an untouched module: zero gradients, forward, backward."""
+
+    def once() -> None:
+        module.zero_grad(set_to_none=True)
+        nn.functional.cross_entropy(module(inputs), targets).backward()
+
+    return once
+
+
+def interleaved(jobs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each job, taking turns so that a noisy moment hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for turn in range(repeats + 3):
+        for name, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            if turn >= 3:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def step_ratio(name: str, bits: int, repeats: int) -> dict[str, float]:
+    shape, size = WORK[name]
+    module = models.build(name, shape, 10, seed=0).to(memory_format=torch.channels_last)
+    rng = np.random.default_rng(0)
+    inputs = torch.from_numpy(rng.standard_normal((size, *shape), dtype=np.float32))
+    inputs = inputs.to(memory_format=torch.channels_last)
+    targets = torch.from_numpy(rng.integers(0, 10, size))
+    layout, oracle = Layout.of(module), Oracle(module, nn.functional.cross_entropy)
+    x = layout.flatten(module)
+    states = {"Algorithm 1": Local(), "QuPeL": QuPeL()}
+    held = {k: m.start(State(x, x), plan_bits(layout, bits), layout) for k, m in states.items()}
+    count = dict.fromkeys(states, 0)
+
+    def stepper(kind: str) -> Callable[[], None]:
+        def once() -> None:
+            held[kind] = states[kind].step(held[kind], oracle, (inputs, targets), Clock(count[kind], 1000, 10))
+            count[kind] += 1
+
+        return once
+
+    once = bare_pass(module, inputs, targets)
+
+    def twice() -> None:
+        once()
+        once()
+
+    medians = interleaved({"two passes": twice, **{k: stepper(k) for k in states}}, repeats)
+    return {"two passes": medians["two passes"], **{k: medians[k] / medians["two passes"] for k in states}}
+
+
+def center_prox(n: int = 1_000_000) -> dict[int, float]:
+    """Milliseconds of the exact center prox of n weights, by number of centers."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32))
+    jobs = {}
+    for bits in (1, 2, 3):
+        c = init_centers(x, bits, "kmeans")
+        jobs[str(2**bits)] = lambda c=c: prox_centers(c, c, x, 1e-6, "exact")
+    return {int(k): v for k, v in interleaved(jobs, 15).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{options.threads} thread(s), median of {options.steps}; ratio to two bare passes")
+    print(f"{'model':12} {'bits':>4} {'two passes':>12} {'Algorithm 1':>12} {'QuPeL':>8} {'limit':>6}")
+    for name in WORK:
+        for bits in (1, 2, 3):
+            r = step_ratio(name, bits, options.steps)
+            print(
+                f"{name:12} {bits:4} {r['two passes']:9.1f} ms {r['Algorithm 1']:12.3f} {r['QuPeL']:8.3f}"
+                f" {LIMIT[name]:6.2f}"
+            )
+    for m, ms in center_prox().items():
+        print(f"exact center prox, 1,000,000 weights, {m} centers: {ms:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
