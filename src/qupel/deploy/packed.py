@@ -79,7 +79,7 @@ class Packed:
         """Refuse a module whose parameters and buffers are not exactly those of the file."""
         held = {layer.name: (layer.shape, "F32") for layer in self.layers}
         held |= {name: (value.shape, DTYPE_OF[value.dtype]) for name, value in self.rest.items()}
-        wanted = {name: (tuple(t.shape), _dtype(name, t)) for name, t in _tensors(module).items()}
+        wanted = {name: (tuple(t.shape), dtype_name(name, t)) for name, t in tensors_of(module).items()}
         if missing := [name for name in wanted if name not in held]:
             raise FormatError(f"the file does not hold {', '.join(missing[:5])}, which the model has")
         if extra := [name for name in held if name not in wanted]:
@@ -92,7 +92,7 @@ class Packed:
     def into(self, module: nn.Module) -> None:
         """Copy everything into the module, bit for bit (fp16 is widened to fp32)."""
         self.check(module)
-        tensors = _tensors(module)
+        tensors = tensors_of(module)
         with torch.no_grad():
             for layer in self.layers:
                 tensors[layer.name].copy_(torch.from_numpy(layer.weights()))
@@ -131,14 +131,14 @@ class Packed:
         return module.eval()
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers; of shared ones the first name, as in `flat.Layout`."""
     kept = set(module.state_dict(keep_vars=True))
     found = dict(module.named_parameters()) | {n: b for n, b in module.named_buffers() if n in kept}
     return {name: t for name, t in found.items() if name.rpartition(".")[2] != _COUNTER}
 
 
-def _dtype(name: str, tensor: Tensor) -> str:
+def dtype_name(name: str, tensor: Tensor) -> str:
     try:
         return DTYPE_OF[np.dtype(str(tensor.dtype).removeprefix("torch."))]
     except (TypeError, KeyError):
@@ -149,7 +149,7 @@ def pack_model(module: nn.Module, codebook: Codebook, about: About | None = None
     """The module as codes and rest. Every quantized layer must lie exactly on its centers."""
     if rest not in ("fp32", "fp16"):
         raise UserError(f"rest = {rest!r}: allowed are fp32 and fp16")
-    tensors = {name: t.detach().cpu() for name, t in _tensors(module).items()}
+    tensors = {name: t.detach().cpu() for name, t in tensors_of(module).items()}
     layers = []
     for slot, centers in codebook:
         if slot.name not in tensors:
@@ -157,7 +157,7 @@ def pack_model(module: nn.Module, codebook: Codebook, about: About | None = None
         layers.append(_layer(slot.name, tensors.pop(slot.name), centers.detach().cpu()))
     held = {}
     for name, tensor in tensors.items():
-        dtype = DTYPES[_dtype(name, tensor)]
+        dtype = DTYPES[dtype_name(name, tensor)]
         value = tensor.contiguous().numpy().astype(dtype)
         if rest == "fp16" and dtype == DTYPES["F32"]:
             with np.errstate(over="ignore"):

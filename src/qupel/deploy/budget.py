@@ -1,0 +1,184 @@
+"""Which bits fit into a budget of bytes, counting codes, codebooks, head and everything that is not quantized."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from qupel.codebook import FULL_PRECISION, plan_bits
+from qupel.deploy.about import About
+from qupel.deploy.file import head_for
+from qupel.deploy.pack import packed_size
+from qupel.deploy.packed import Rest, dtype_name, tensors_of
+from qupel.errors import UserError
+from qupel.flat import Layout, choose_layers
+from qupel.quantize import BITS, hard, init_centers
+
+WIDTHS = (*BITS, FULL_PRECISION)
+_ABOUT = 1024  # bytes set aside for what the file will say about the model, when that is not known
+_EXTRA = 256  # ... and for results that are added to a known description
+_SAMPLE = 4096  # weights of a layer that its sensitivity is measured on
+_MEASURED = 4  # bits up to which it is measured; from there on the error falls by 4 with every bit
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "98304", "96KiB", "1.5 MB"."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if found is None or found[2].lower() not in _UNITS or not float(found[1]) > 0:
+        raise UserError(f"size {text!r}: a number greater than 0 with B, kB, MB, GB, KiB, MiB or GiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # name -> shape and dtype
+
+
+def shapes_of(module: nn.Module) -> Shapes:
+    """Shape and dtype of everything a file of this module holds."""
+    return {name: (tuple(t.shape), dtype_name(name, t)) for name, t in tensors_of(module).items()}
+
+
+def file_bytes(
+    module: nn.Module | Shapes, levels: Mapping[str, int], about: About | None = None, rest: Rest = "fp32"
+) -> int:
+    """Bytes of the packed file of this module with m = levels[layer] centers: exactly what `save` will write."""
+    found = shapes_of(module) if isinstance(module, nn.Module) else module
+    if unknown := [name for name in levels if name not in found]:
+        raise UserError(f"no layer named {unknown[0]!r} in this model")
+    plain = {
+        name: (shape, "F16" if rest == "fp16" and kind == "F32" else kind)
+        for name, (shape, kind) in found.items()
+        if name not in levels
+    }
+    head, entries = head_for({name: (found[name][0], m) for name, m in levels.items()}, plain, about or About())
+    return len(head) + sum(entry.size for entry in entries)
+
+
+@dataclass(frozen=True)
+class BudgetPlan:
+    """What fits: the widest uniform bits, and bits per layer by sensitivity (32: full precision).
+
+    bytes count everything and bound the file from above. error: mean relative squared error of the planned layers'
+    weights under k-means, the proxy that `bits` makes small; uniform_error: the same for the uniform plan.
+    """
+
+    budget: int
+    uniform: int
+    uniform_bytes: int
+    uniform_error: float
+    bits: dict[str, int]
+    bytes: int
+    error: float
+
+    def levels(self) -> dict[str, int]:
+        """Layer -> number of centers, as codebooks are planned; full-precision layers are left out."""
+        return {name: 2**b for name, b in self.bits.items() if b != FULL_PRECISION}
+
+
+class Planner:
+    """Sizes and sensitivities of one module, measured once for any number of budgets.
+
+    module  its weights are what sensitivity is measured on (trained ones tell more than initial ones)
+    layers  that may be quantized: by default all but the first and the last, as in the paper
+    about   what the file will say, if known; else 1 KiB is set aside for it
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        layers: Iterable[str] | None = None,
+        about: About | None = None,
+        rest: Rest = "fp32",
+    ) -> None:
+        self.shapes, self.about, self.rest = shapes_of(module), about, rest
+        self.layout = Layout.of(module)
+        self.layers = choose_layers(self.layout, layers)
+        if not self.layers:
+            raise UserError("this model has no layer to quantize between its first and its last; name layers")
+        self.reserve = _ABOUT if about is None else _EXTRA
+        weights = dict(module.named_parameters())
+        self.errors = {name: relative_errors(weights[name]) for name in self.layers}
+
+    def bytes(self, bits: int | Mapping[str, int]) -> int:
+        """An upper bound of the file's bytes with these bits, uniform or per layer."""
+        table = dict.fromkeys(self.layers, bits) if isinstance(bits, int) else bits
+        return file_bytes(self.shapes, plan_bits(self.layout, table), self.about, self.rest) + self.reserve
+
+    def error(self, bits: Mapping[str, int]) -> float:
+        return sum(self.errors[name][b] for name, b in bits.items()) / len(bits)
+
+    def fit(self, budget: int) -> BudgetPlan:
+        """The widest plans within `budget` bytes; an error that names the smallest size when nothing fits."""
+        fitting = [b for b in WIDTHS if self.bytes(b) <= budget]
+        if not fitting:
+            every = ", or quantize the first and the last layer, too" if self.layers != self.layout.weights else ""
+            raise UserError(f"a budget of {budget:,} bytes: even 1 bit takes {self.bytes(1):,}; raise it{every}")
+        uniform = max(fitting)
+        bits = self._greedy(budget)
+        same = dict.fromkeys(self.layers, uniform)
+        if self.error(bits) > self.error(same):  # greed can end in a corner that uniform bits avoid
+            bits = same
+        return BudgetPlan(
+            budget, uniform, self.bytes(uniform), self.error(same), bits, self.bytes(bits), self.error(bits)
+        )
+
+    def _greedy(self, budget: int) -> dict[str, int]:
+        """From 1 bit everywhere, widen again and again the layer whose error falls most for every byte it takes."""
+        bits, open_layers = dict.fromkeys(self.layers, 1), set(self.layers)
+        while open_layers:
+            best = max(sorted(open_layers), key=lambda name: self._gain(name, bits[name]))
+            wider = bits | {best: _next(bits[best])}
+            if self._gain(best, bits[best]) > 0 and self.bytes(wider) <= budget:
+                bits = wider
+            if bits is not wider or bits[best] == FULL_PRECISION:
+                open_layers.remove(best)
+        return bits
+
+    def _gain(self, name: str, b: int) -> float:
+        """By how much the error falls for every byte when the layer is widened by one step."""
+        size, wider = self.layout[name].size, _next(b)
+        cost = _data_bytes(size, wider) - _data_bytes(size, b)
+        return (self.errors[name][b] - self.errors[name][wider]) / max(1, cost)
+
+
+def _next(bits: int) -> int:
+    return WIDTHS[WIDTHS.index(bits) + 1]
+
+
+def _data_bytes(size: int, bits: int) -> int:
+    """Codes and centers of a layer, without its part of the head."""
+    return 4 * size if bits == FULL_PRECISION else packed_size(size, bits) + 4 * 2**bits
+
+
+def plan_budget(
+    module: nn.Module,
+    budget: int,
+    *,
+    layers: Iterable[str] | None = None,
+    about: About | None = None,
+    rest: Rest = "fp32",
+) -> BudgetPlan:
+    """Which bits fit into `budget` bytes; see `Planner`, which is cheaper for several budgets."""
+    return Planner(module, layers=layers, about=about, rest=rest).fit(budget)
+
+
+@torch.no_grad()
+def relative_errors(weight: torch.Tensor) -> dict[int, float]:
+    """|W - Q(W)|^2 / |W|^2 for every width, with k-means centers on a sample of the weights.
+
+    Measured for 1 to 4 bits; beyond, the squared error of a fine quantizer falls by 4 with every bit.
+    """
+    x = weight.detach().flatten()
+    x = x[:: -(-len(x) // _SAMPLE)]
+    total = float(x.square().sum()) or 1.0
+    errors = {b: float((x - hard(x, init_centers(x, b, "kmeans"))).square().sum()) / total for b in BITS[:_MEASURED]}
+    for b in BITS[_MEASURED:]:
+        errors[b] = errors[b - 1] / 4
+    errors[FULL_PRECISION] = 0.0
+    return errors
