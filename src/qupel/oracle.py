@@ -30,12 +30,11 @@ class Oracle:
     """
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
-        self.module = copy.deepcopy(module)
+        self.module = copy.deepcopy(module).train()
         self.layout = Layout.of(self.module)
         self.values, self.gradients = self.layout.bind(self.module)
         self.loss = loss
         self.loss_value = math.nan
-        self.random = any(isinstance(m, nn.modules.dropout._DropoutNd) for m in self.module.modules())
         for m in self.module.modules():
             if isinstance(m, nn.modules.batchnorm._NormBase):
                 m.track_running_stats = False  # batch statistics only; and no buffer is written in the hot path

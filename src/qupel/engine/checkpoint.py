@@ -1,6 +1,6 @@
 """Checkpoints of a run: a folder per checkpoint, complete or absent, and a log of metrics that fits it.
 
-checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint
+checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint, what the next line of metrics needs
                             w.bin       the server's model, float32
                             shard-*.bin, shard-*.json   the clients' states (`store`)
 metrics.jsonl               one line per evaluated round
@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,21 @@ from qupel.errors import UserError
 from qupel.files import sync_folder, write_atomic, write_json
 
 
+@dataclass(frozen=True)
+class Since:
+    """What the rounds since the last line of metrics leave for the next one."""
+
+    losses: list[float] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+
 class Checkpoints:
     def __init__(self, folder: Path, fingerprint: str) -> None:
         self.folder = folder / "checkpoints"
         self.log = folder / "metrics.jsonl"
         self.fingerprint = fingerprint
 
-    def save(self, rounds: int, w: Tensor, save_states: Callable[[Path], None]) -> None:
+    def save(self, rounds: int, w: Tensor, since: Since, save_states: Callable[[Path], None]) -> None:
         """Write the checkpoint after `rounds` rounds; older ones go when it is complete."""
         final = self.folder / f"round-{rounds:06d}"
         if final.exists():
@@ -40,7 +49,8 @@ class Checkpoints:
         try:
             save_states(temporary)
             write_atomic(temporary / "w.bin", w.numpy().tobytes())
-            write_json(temporary / "meta.json", {"rounds": rounds, "fingerprint": self.fingerprint})
+            meta = {"rounds": rounds, "fingerprint": self.fingerprint, **asdict(since)}
+            write_json(temporary / "meta.json", meta)
             temporary.replace(final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -54,8 +64,8 @@ class Checkpoints:
         found = sorted(self.folder.glob("round-*")) if self.folder.exists() else []
         return found[-1] if found else None
 
-    def load(self, size: int) -> tuple[int, Tensor, Path] | None:
-        """(rounds done, w, folder with the states) of the newest checkpoint, None if there is none."""
+    def load(self, size: int) -> tuple[int, Tensor, Since, Path] | None:
+        """(rounds done, w, since, folder with the states) of the newest checkpoint, None if there is none."""
         folder = self.newest()
         if folder is None:
             return None
@@ -65,11 +75,13 @@ class Checkpoints:
         w = torch.from_numpy(np.fromfile(folder / "w.bin", dtype=np.float32))
         if len(w) != size:
             raise UserError(f"{folder} holds a model of {len(w)} parameters, this one has {size}")
-        return meta["rounds"], w, folder
+        return meta["rounds"], w, Since(meta.get("losses", []), meta.get("refused", [])), folder
 
     def append(self, line: dict[str, Any]) -> None:
         with self.log.open("a") as file:
             file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def lines(self, rounds: int, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The metrics of the first `rounds` rounds; later lines, of rounds that will run again, are dropped.

@@ -15,7 +15,8 @@ from qupel.engine.shard import Judged, Shard, Trained
 
 
 class Inline:
-    """One shard with every client, on `threads` threads. Use as a context manager: it gives the thread count back."""
+    """One shard with every client, on `threads` threads. Use as a context manager: it gives the thread count and the
+    state of torch's generator back."""
 
     def __init__(self, job: Job, threads: int = 1, store: str = "memory", scratch: Path | None = None) -> None:
         self.shard = Shard(job, range(len(job.parts)), store, scratch)
@@ -23,11 +24,13 @@ class Inline:
 
     def __enter__(self) -> Inline:
         self.before = torch.get_num_threads()
+        self.random = torch.get_rng_state()
         torch.set_num_threads(self.threads)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         torch.set_num_threads(self.before)
+        torch.set_rng_state(self.random)
 
     def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
         return self.shard.train(round, w, clients)

@@ -97,6 +97,7 @@ class Job:
         return float(len(self.parts[client].train_rows)) if self.weighted else 1.0
 
     def calibration(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training data of a client for BatchNorm's statistics, never augmented."""
+        """Training data of a client for BatchNorm's statistics, never augmented, in batches as equal as can be."""
         owned = self.parts[client].train_rows[:CALIBRATION_SAMPLES]
-        return chunks(self.data.train.take(owned), EVALUATION_BATCH, self.transform)
+        batches = -(-len(owned) // EVALUATION_BATCH)
+        return chunks(self.data.train.take(owned), -(-len(owned) // batches), self.transform)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qupel.algorithms.base import Deployed
-from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained, mean_or_nan
 from qupel.errors import UserError
@@ -75,25 +75,26 @@ def run(
     a first phase that leaves nothing with the clients, else from the start."""
     layout = Layout.of(job.module)
     start, w, lines = begin or (0, layout.flatten(job.module), [])
+    since = Since()
     if checkpoints:
         found = checkpoints.load(layout.size)
         if found:
-            start, w, folder = found
+            start, w, since, folder = found
             engine.load(folder)
         lines = checkpoints.lines(start, lines)
-    losses: list[float] = []
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
     for round in range(start, job.rounds):
         w, loss, refused, sent = one_round(job, engine, round, w)
-        losses.append(loss)
+        since.losses.append(loss)
+        since.refused.extend(refused)
         phase, within = job.locate(round)
         last = within == job.phases[phase].rounds - 1
         line = None
         if last or (round + 1) % job.evaluate_every == 0:
             judged = sorted(engine.evaluate(round, w, range(len(job.parts))), key=lambda j: j.client)
-            line = metrics(job, round, judged, mean_or_nan(losses), refused, sent)
+            line = metrics(job, round, judged, mean_or_nan(since.losses), since.refused, sent)
             line["seconds"] = round_to(spent + time.monotonic() - began)
-            losses = []
+            since = Since()
             lines.append(line)
         stop = should_stop() and round + 1 < job.rounds
         if checkpoints:
@@ -101,7 +102,7 @@ def run(
                 checkpoints.append(line)
             every = job.checkpoint_every or job.evaluate_every
             if stop or (round + 1) % every == 0 or round + 1 == job.rounds:
-                checkpoints.save(round + 1, w, engine.save)
+                checkpoints.save(round + 1, w, since, engine.save)
         watch(Progress(round + 1, job.rounds, loss, line, refused))
         if stop:
             raise Stopped(f"stopped after round {round + 1} of {job.rounds}")

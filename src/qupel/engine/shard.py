@@ -81,7 +81,8 @@ class Shard:
                     state = method.step(state, self.oracle, self._batch(client, round, local), job.clock(round, local))
                     losses.append(self.oracle.loss_value)
                 upload = method.upload(state)
-                fault = screen(upload, len(w))
+                fault = screen(upload, len(w)) or sound(state)
+                fault = f"round {round + 1}: {fault}" if fault else None
             except Diverged as e:
                 upload, fault = None, f"round {round + 1}, step {len(losses) + 1}: {e.where}"
             if fault is None:
@@ -94,8 +95,8 @@ class Shard:
         owned = job.parts[client].train_rows
         picked = owned[rows(job.seed, client, step, len(owned), job.batch)]
         rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
-        if self.oracle.random:  # dropout draws from torch's generator: address it, too
-            torch.manual_seed(int(generator(job.seed, "dropout", client, step).integers(2**62)))
+        # dropout draws from torch's generator: address it, too
+        torch.default_generator.manual_seed(int(generator(job.seed, "dropout", client, step).integers(2**62)))
         return batch(job.data.train, picked, job.transform, rng)
 
     def deployed(self, client: int, round: int, w: Tensor) -> Deployed:
@@ -137,6 +138,14 @@ def screen(upload: Tensor | None, size: int) -> str | None:
         return f"upload has shape {tuple(upload.shape)}, expected ({size},)"
     if not bool(torch.isfinite(upload).all()):
         return "upload holds values that are not finite"
+    return None
+
+
+def sound(state: State) -> str | None:
+    """Why a client's new state is refused, None if it is sound: a method that sends nothing is screened, too."""
+    for tensor in (state.x, *state.codebook.centers):
+        if not bool(torch.isfinite(tensor).all()):
+            return "its model holds values that are not finite"
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,9 @@ class DiskStore:
 
     def __init__(self, layout: Layout, folder: Path | None = None) -> None:
         self.layout = layout
-        self.file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - lives as long as the store
+        with tempfile.TemporaryFile(dir=folder) as file:
+            self.file = os.dup(file.fileno())  # it has no name: it goes when this handle does
+        weakref.finalize(self, os.close, self.file)
         self.shapes: dict[int, tuple[Shape, int, int]] = {}  # client -> shape, offset, room
         self.end = 0
 
@@ -96,7 +99,7 @@ class DiskStore:
     def _read(self, shape: Shape, offset: int) -> Tensor:
         size = self.layout.size + sum(shape.centers.values()) + sum(shape.memory)
         buffer = bytearray(4 * size)
-        if os.preadv(self.file.fileno(), [buffer], offset) != len(buffer):
+        if os.preadv(self.file, [buffer], offset) != len(buffer):
             raise OSError("the client store was cut short")
         return torch.frombuffer(buffer, dtype=torch.float32)
 
@@ -110,7 +113,7 @@ class DiskStore:
         view = data.view(np.uint8).data
         written = 0
         while written < len(view):
-            written += os.pwrite(self.file.fileno(), view[written:], offset + written)
+            written += os.pwrite(self.file, view[written:], offset + written)
         self.shapes[client] = (shape, offset, room)
 
     def rows(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:

@@ -1,0 +1,134 @@
+"""Federations small enough for a test: Gaussian blobs and an MLP with one quantized layer."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qupel.algorithms import FedAvg, FineTune, Local, Phase, Quantizer, QuPeL
+from qupel.codebook import plan_bits
+from qupel.data.partition import Part
+from qupel.data.sources import from_arrays
+from qupel.engine.inline import Inline
+from qupel.engine.job import Job
+from qupel.flat import Layout
+from qupel.optim import SGD
+from qupel.schedule import Follow, Schedule
+
+INPUTS, CLASSES = 6, 3
+
+
+def mlp(seed: int = 0) -> nn.Module:
+    """6-8-8-3; the middle weight (64) is quantized."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def norm_net(seed: int = 0) -> nn.Module:
+    """The same with BatchNorm and dropout."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Linear(INPUTS, 8),
+            nn.BatchNorm1d(8),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Linear(8, 8),
+            nn.ReLU(),
+            nn.Linear(8, CLASSES),
+        )
+
+
+class Drops(nn.Module):
+    """A user's module that drops by a function call, which no list of layers shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.dropout(x, 0.3, self.training))
+
+
+def blobs(sizes=(12, 12, 12, 12), test: int = 5, seed: int = 0):
+    """(data, parts): client i has sizes[i] training samples of three Gaussian classes, shifted a little per client."""
+    rng = np.random.default_rng(seed)
+    means = rng.normal(0, 1.5, (CLASSES, INPUTS))
+    inputs, targets, parts = [], [], []
+    test_inputs, test_targets = [], []
+    at = 0
+    for i, n in enumerate(sizes):
+        shift = rng.normal(0, 0.3, INPUTS)
+        for xs, ys, count in ((inputs, targets, n), (test_inputs, test_targets, test)):
+            labels = rng.integers(0, CLASSES, count)
+            xs.append(means[labels] + shift + rng.normal(0, 1, (count, INPUTS)))
+            ys.append(labels)
+        parts.append(Part(np.arange(at, at + n), np.arange(i * test, (i + 1) * test)))
+        at += n
+    arrays = (np.concatenate(v) for v in (inputs, targets, test_inputs, test_targets))
+    x, y, tx, ty = arrays
+    return from_arrays(x.astype(np.float32), y, tx.astype(np.float32), ty, classes=CLASSES), parts
+
+
+def make_job(phases, *, sizes=(12, 12, 12, 12), bits=(1, 2, 32), module=None, data=None, **settings) -> Job:
+    module = mlp() if module is None else module
+    dataset, parts = blobs(sizes) if data is None else data
+    layout = Layout.of(module)
+    plans = [plan_bits(layout, bits[i % len(bits)]) for i in range(len(parts))]
+    defaults = {"loss": F.cross_entropy, "local_steps": 3, "batch": 4, "evaluate_every": 2}
+    return Job(module=module, data=dataset, parts=parts, plans=plans, phases=phases, **defaults | settings)
+
+
+QUANTIZER = Quantizer(eta2=Schedule(1e-2), lam=Schedule(growth=0.02), lam_c=Follow(0.1))
+
+
+def recipe(warmup: int = 2, main: int = 4, tuning: int = 2) -> list[Phase]:
+    """FedAvg -> QuPeL -> fine-tuning, with momentum, so that a state is x, centers and memory."""
+    qupel = QuPeL(
+        eta1=Schedule(0.1, decay=0.95),
+        eta3=Schedule(1.25),
+        lambda_p=Schedule(0.1),
+        optimizer=SGD(momentum=0.5, weight_decay=1e-3),
+        quantizer=QUANTIZER,
+    )
+    tune = FineTune(eta1=Schedule(0.05), eta2=Schedule(1e-2), eta3=Schedule(1.25), lambda_p=Schedule(0.1))
+    return [Phase(FedAvg(), warmup), Phase(qupel, main), Phase(tune, tuning)]
+
+
+def local(rounds: int = 3, **settings) -> list[Phase]:
+    return [Phase(Local(quantizer=QUANTIZER, **settings), rounds)]
+
+
+def final_models(job: Job, engine, w: Tensor) -> list[Tensor]:
+    """Per client the deployed vector with its centers behind it."""
+    found = []
+    for i in range(len(job.parts)):
+        model = engine.deployed(job.rounds - 1, w, i)
+        found.append(torch.cat([model.x, *model.codebook.centers]).clone())
+    return found
+
+
+def run_inline(job: Job, **options):
+    """(finished, models) of the reference engine."""
+    from qupel.engine.rounds import run
+
+    with Inline(job, **options) as engine:
+        finished = run(job, engine)
+        return finished, final_models(job, engine, finished.w)
+
+
+def same(a, b) -> bool:
+    return len(a) == len(b) and all(torch.equal(u, v) for u, v in zip(a, b, strict=True))
+
+
+def timeless(lines):
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+
+
+def bomb(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy that is NaN as soon as a batch holds a sample whose outputs are beyond any honest one."""
+    loss = F.cross_entropy(outputs, targets)
+    return loss * math.nan if outputs.detach().abs().max() > 1e4 else loss
