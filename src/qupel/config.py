@@ -24,6 +24,7 @@ from qupel.algorithms import (
     Quantizer,
     QuPeL,
 )
+from qupel.deploy.budget import parse_size
 from qupel.errors import UserError
 from qupel.optim import SGD, Adam
 from qupel.recipes import RECIPES, Settings
@@ -123,7 +124,10 @@ class Config(Strict):
     data: DataConfig = DataConfig()
     split: SplitConfig = SplitConfig()
     model: ModelConfig = ModelConfig()
-    bits: Bits | tuple[Bits, ...] = Field((2, 3), description="per client, repeated as needed; 32: full precision")
+    bits: Bits | tuple[Bits, ...] | Literal["auto"] = Field(
+        (2, 3), description="per client, repeated as needed; 32: full precision; auto: what fits the budget"
+    )
+    budget: str | tuple[str, ...] | None = Field(None, description='bytes a client\'s file may have, e.g. "24 KiB"')
     rounds: int = Field(30, ge=1)
     local_steps: int = Field(10, ge=1, description="tau, the steps between two synchronizations")
     batch: int = Field(20, ge=1)
@@ -138,9 +142,21 @@ class Config(Strict):
 
     @field_validator("bits")
     @classmethod
-    def _bits(cls, value: int | tuple[int, ...]) -> int | tuple[int, ...]:
-        check_bits(value)
+    def _bits(cls, value: int | tuple[int, ...] | str) -> int | tuple[int, ...] | str:
+        if not isinstance(value, str):
+            check_bits(value)
         return value
+
+    @model_validator(mode="after")
+    def _budget(self) -> Config:
+        if self.bits == "auto" and self.budget is None:
+            raise ValueError('bits = "auto" needs a budget, e.g. budget = ["16 KiB", "24 KiB"]')
+        for text in self.budgets():
+            parse_size(text)
+        return self
+
+    def budgets(self) -> tuple[str, ...]:
+        return (self.budget,) if isinstance(self.budget, str) else self.budget or ()
 
     @field_validator("seeds", "methods")
     @classmethod

@@ -26,16 +26,20 @@ from torch import Tensor, nn
 
 from qupel import models
 from qupel.algorithms import FedAvg, Phase
-from qupel.codebook import plan_bits
+from qupel.codebook import Plan, plan_bits
 from qupel.config import Config, MethodConfig
 from qupel.data import partition, sources
 from qupel.data.batches import Transform
+from qupel.deploy.about import About
+from qupel.deploy.budget import Planner, parse_size
+from qupel.deploy.file import load, save
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.engine.rounds import Engine, Progress, check_trainable, run
+from qupel.engine.rounds import Engine, Failed, Progress, check_trainable, run
 from qupel.engine.workers import Pool, Workers
 from qupel.errors import UserError
+from qupel.evaluate import Judge
 from qupel.files import write_json
 from qupel.flat import Layout
 from qupel.recipes import RECIPES, Budget
@@ -95,10 +99,7 @@ def build_model(config: Config, data: sources.Dataset, seed: int) -> nn.Module:
         raise UserError(f"{data.name} has no class labels: train on it from Python, with qupel.fit and your own loss")
     module = models.build(config.model.name, tuple(data.train.inputs.shape[1:]), data.classes, seed)
     if config.model.start is not None:
-        from qupel.deploy.file import load
-
-        path = Path(str(config.model.start).format(seed=seed))
-        load(path).into(module)
+        load(Path(str(config.model.start).format(seed=seed))).into(module)
     return module
 
 
@@ -108,16 +109,12 @@ def build_job(config: Config, cell: Cell) -> Job:
     data = load_data(config.data.name, config.data.folder, config.data.limit)
     parts = split_data(config, data, cell.seed)
     module = build_model(config, data, cell.seed)
-    layout = Layout.of(module)
-    bits = config.bits if method.bits is None else method.bits
-    cycle = [bits] if isinstance(bits, int) else list(bits)
-    plans = [plan_bits(layout, cycle[i % len(cycle)], config.model.layers) for i in range(len(parts))]
     job = Job(
         module=module,
         loss=nn.functional.cross_entropy,
         data=data,
         parts=parts,
-        plans=plans,
+        plans=build_plans(config, cell, module, data, len(parts)),
         phases=[],
         seed=cell.seed,
         local_steps=method.steps_per_round(config.local_steps),
@@ -132,6 +129,34 @@ def build_job(config: Config, cell: Cell) -> Job:
     job = job.with_phases(build_phases(method, config.rounds, job, cell.label))
     check_trainable(job)
     return job
+
+
+def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
+    """How many centers each layer of each client gets: from the bits given, or from what fits the client's budget."""
+    bits = config.methods[cell.label].bits or config.bits
+    layout, layers = Layout.of(module), config.model.layers
+    plans: list[Plan]
+    if bits == "auto":
+        planner = Planner(module, layers=layers, about=describe(config, cell, data, "x" * 20, 0.999999))
+        plans = [plan_bits(layout, planner.fit(parse_size(text)).bits) for text in config.budgets()]
+    else:
+        each = [bits] if isinstance(bits, int) else list(bits)
+        plans = [plan_bits(layout, int(b), layers) for b in each]
+    return [plans[i % len(plans)] for i in range(clients)]
+
+
+def describe(config: Config, cell: Cell, data: sources.Dataset, client: str, test: float) -> About:
+    """What a client's file says about its model."""
+    return About(
+        model=config.model.name,
+        input_shape=tuple(data.train.inputs.shape[1:]),
+        classes=data.classes or 0,
+        labels=data.labels,
+        mean=data.mean,
+        std=data.std,
+        client=client,
+        extra={"method": cell.label, "seed": cell.seed, "data": data.name, "test": round(test, 6)},
+    )
 
 
 def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> list[Phase]:
@@ -280,29 +305,20 @@ def shared_warmup(
 def save_models(
     config: Config, cell: Cell, job: Job, engine: Engine, w: Tensor, folder: Path, line: dict[str, Any]
 ) -> None:
-    """models/client-000.safetensors and so on: what each client ships, packed (`deploy.file`)."""
-    from qupel.deploy.file import About, save
-    from qupel.evaluate import Judge
-
+    """models/client-000.safetensors and so on: what each client ships, packed and checked against its budget."""
     target = folder / "models"
     target.mkdir(exist_ok=True)
     judge, data = Judge(job.module, job.loss), job.data
     for client in range(len(job.parts)):
         model = engine.deployed(job.rounds - 1, w, client)
         module = judge.load(model.x, job.calibration(client))
-        about = About(
-            model=config.model.name,
-            input_shape=tuple(data.train.inputs.shape[1:]),
-            classes=data.classes or 0,
-            labels=data.labels,
-            mean=data.mean,
-            std=data.std,
-            client=job.name(client),
-            extra={"method": cell.label, "seed": cell.seed, "data": data.name, "test": line["clients"]["test"][client]}
-            if "clients" in line
-            else {"method": cell.label, "seed": cell.seed, "data": data.name},
-        )
-        save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
+        test = line["clients"]["test"][client] if "clients" in line else line["test"]
+        about = describe(config, cell, data, job.name(client), test)
+        written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
+        allowed = config.budgets()
+        if model.codebook and allowed and written > parse_size(allowed[client % len(allowed)]):
+            budget = allowed[client % len(allowed)]
+            raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {budget}")
 
 
 def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
@@ -311,7 +327,7 @@ def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
     parts = {key: described[key] for key in SHARED if key in described}
     parts["seed"] = cell.seed
     parts["phases"] = [{"rounds": p.rounds, **asdict(p.method)} for p in phases]
-    parts["bits"] = described["methods"][cell.label]["bits"] or described["bits"]
+    parts["bits"] = described["methods"][cell.label]["bits"] or [described["bits"], described["budget"]]
     if all(isinstance(p.method, FedAvg) for p in phases):
         del parts["bits"]  # no client is quantized
     parts["local_steps"] = config.methods[cell.label].steps_per_round(config.local_steps)

@@ -45,7 +45,7 @@ class Settings(BaseModel):
     # the x step
     eta1: float = Field(0.1, gt=0, description="step size of the model")
     eta1_decay: float = Field(1.0, gt=0, le=1, description="factor on eta1 per epoch")
-    eta1_cosine: bool = Field(False, description="eta1 falls to 0 along a half cosine over the whole run")
+    eta1_cosine: bool = Field(True, description="eta1 falls to 0 along a half cosine over the whole run")
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
     weight_decay: float = Field(0.0, ge=0)
     # weights meet centers
@@ -54,21 +54,21 @@ class Settings(BaseModel):
     mode: Literal["hard", "soft"] = "hard"
     sharpness: float = Field(8.0, gt=0, description="P times the gap between centers, soft mode")
     # centers
-    eta2: float = Field(1e-4, ge=0, description="step size of the centers")
+    eta2: float | None = Field(None, ge=0, description="step size of the centers; none: that of the model")
     eta2_drops: tuple[int, ...] = Field((), description="epochs after which eta2 falls tenfold")
-    center_gradient: Literal["sum", "mean"] = "sum"
+    center_gradient: Literal["sum", "mean"] = "mean"
     clip: float | None = Field(None, gt=0, description="bound on every center gradient")
-    follow: float | None = Field(None, ge=0, description="center prox in half-gaps a step; none: the paper's lambda")
+    follow: float | None = Field(0.05, ge=0, description="center prox in half-gaps a step; none: the paper's lambda")
     rule: Literal["exact", "first_order", "paper"] = "exact"
-    init: Literal["paper", "range", "kmeans", "quantile"] = "paper"
+    init: Literal["paper", "range", "kmeans", "quantile"] = "kmeans"
     carry: bool = False
     # the federation
-    lambda_p: float = Field(0.1, ge=0, description="pull between personal and global model")
+    lambda_p: float = Field(0.4, ge=0, description="pull between personal and global model")
     coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
     as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
     # phases, as shares of the rounds
-    warmup: float = Field(0.0, ge=0, lt=1, description="FedAvg first")
-    finetune: float = Field(0.15, ge=0, lt=1, description="fixed assignments last")
+    warmup: float = Field(0.5, ge=0, lt=1, description="FedAvg first")
+    finetune: float = Field(0.1, ge=0, lt=1, description="fixed assignments last")
 
     def x_optimizer(self) -> Optimizer:
         if self.optimizer == "adam":
@@ -78,6 +78,10 @@ class Settings(BaseModel):
     def x_schedule(self, budget: Budget) -> Schedule:
         cosine = budget.epochs(budget.rounds) if self.eta1_cosine else 0
         return Schedule(self.eta1, decay=self.eta1_decay, cosine=cosine)
+
+    def center_schedule(self, budget: Budget) -> Schedule:
+        """With the mean gradient and the model's own schedule a center moves as its average weight would."""
+        return self.x_schedule(budget) if self.eta2 is None else Schedule(self.eta2, drops=self.eta2_drops)
 
     def pull(self) -> Schedule | Travel:
         if self.lambda_growth is not None:
@@ -91,9 +95,9 @@ class Settings(BaseModel):
     def eta3(self) -> Schedule:
         return Schedule(self.coupling / self.lambda_p if self.lambda_p else 0.0)
 
-    def quantizer(self) -> Quantizer:
+    def quantizer(self, eta2: Schedule) -> Quantizer:
         return Quantizer(
-            eta2=Schedule(self.eta2, drops=self.eta2_drops),
+            eta2=eta2,
             lam=self.pull(),
             lam_c=None if self.follow is None else Follow(self.follow),
             mode=self.mode,
@@ -115,14 +119,14 @@ def split_rounds(s: Settings, b: Budget, *, warmup: bool = True) -> tuple[int, i
     return first, b.rounds - first - last, last
 
 
-def _tail(s: Settings, b: Budget, done: int, rounds: int, lambda_p: float | None, eta2: float) -> list[Phase]:
+def _tail(s: Settings, b: Budget, done: int, rounds: int, lambda_p: float | None, eta2: Schedule) -> list[Phase]:
     """The fine-tuning phase, its schedules going on where the phase before it stopped."""
     if rounds == 0:
         return []
     epochs = b.epochs(done)
     method = FineTune(
         eta1=s.x_schedule(b).later(epochs),
-        eta2=Schedule(eta2, drops=s.eta2_drops).later(epochs),
+        eta2=eta2.later(epochs),
         eta3=s.eta3(),
         lambda_p=None if lambda_p is None else Schedule(lambda_p),
         optimizer=s.x_optimizer(),
@@ -135,24 +139,25 @@ def _tail(s: Settings, b: Budget, done: int, rounds: int, lambda_p: float | None
 def qupel(s: Settings, b: Budget) -> list[Phase]:
     """FedAvg warm-up (if any), then QuPeL, then fine-tuning."""
     first, main, last = split_rounds(s, b)
-    eta1 = s.x_schedule(b)
+    eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
     phases = [Phase(FedAvg(eta1=eta1, optimizer=s.x_optimizer()), first)] if first else []
     method = QuPeL(
-        eta1=eta1.later(b.epochs(first)),
+        eta1=eta1.later(skipped),
         eta3=s.eta3(),
         lambda_p=Schedule(s.lambda_p),
         optimizer=s.x_optimizer(),
-        quantizer=s.quantizer(),
+        quantizer=s.quantizer(eta2.later(skipped)),
         as_printed=s.as_printed,
     )
-    return [*phases, Phase(method, main), *_tail(s, b, first + main, last, s.lambda_p, s.eta2)]
+    return [*phases, Phase(method, main), *_tail(s, b, first + main, last, s.lambda_p, eta2)]
 
 
 def local(s: Settings, b: Budget) -> list[Phase]:
     """Algorithm 1 at each client, then fine-tuning; plain training where there is no codebook."""
     _, main, last = split_rounds(s, b, warmup=False)
-    method = Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantizer=s.quantizer())
-    return [Phase(method, main), *_tail(s, b, main, last, None, s.eta2)]
+    eta2 = s.center_schedule(b)
+    method = Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantizer=s.quantizer(eta2))
+    return [Phase(method, main), *_tail(s, b, main, last, None, eta2)]
 
 
 def fedavg(s: Settings, b: Budget) -> list[Phase]:
@@ -173,7 +178,7 @@ def proxquant(s: Settings, b: Budget) -> list[Phase]:
     """ProxQuant, then fine-tuning of what is not quantized."""
     _, main, last = split_rounds(s, b, warmup=False)
     method = ProxQuant(eta1=s.x_schedule(b), lam=s.pull(), optimizer=s.x_optimizer(), init=s.init)
-    return [Phase(method, main), *_tail(s, b, main, last, None, 0.0)]
+    return [Phase(method, main), *_tail(s, b, main, last, None, Schedule())]
 
 
 def binaryrelax(s: Settings, b: Budget) -> list[Phase]:
@@ -206,7 +211,8 @@ _PAPER: dict[str, object] = {
     "eta2_drops": (120, 180),
     "lambda_p": 0.025,
 }
-_PAPER |= {"eta1_decay": 0.99, "weight_decay": 1e-4, "init": "paper", "finetune": 1 / 7}
+_PAPER |= {"eta1": 0.1, "eta1_cosine": False, "eta1_decay": 0.99, "weight_decay": 1e-4, "coupling": 0.125}
+_PAPER |= {"init": "paper", "center_gradient": "sum", "follow": None, "warmup": 0.0, "finetune": 1 / 7}
 
 RECIPES: dict[str, Recipe] = {
     "qupel": Recipe("QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel, {}),

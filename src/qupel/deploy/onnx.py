@@ -42,7 +42,7 @@ KEY = "qupel"  # our entry in the model's metadata: About as JSON
 _TOLERANCE = 1e-4  # of the largest output, for verification: sums are made in another order
 
 
-def _library(name: str) -> ModuleType:
+def library(name: str) -> ModuleType:
     import importlib
 
     try:
@@ -64,7 +64,7 @@ def export_onnx(
     The file appears only after ONNX Runtime has reproduced every weight exactly and torch's outputs on random inputs.
     """
     for name in ("onnx", "onnxruntime", "onnxscript"):
-        _library(name)
+        library(name)
     if not about.input_shape:
         raise UserError("ONNX needs about.input_shape, the shape of one input")
     packed = pack_model(module, codebook, about, rest)
@@ -155,7 +155,7 @@ _DEFAULTS: dict[str, Any] = {"auto_pad": b"NOTSET", "group": 1, "strides": {1}, 
 
 def _shorten(graph: Any, keep: set[str]) -> None:
     """Drop from the nodes what says nothing, and give tensors between them short names; small models feel them."""
-    helper = _library("onnx").helper
+    helper = library("onnx").helper
     short: dict[str, str] = {}
     nested = any(a.HasField("g") or a.graphs for node in graph.node for a in node.attribute)  # may name our tensors
     for name in [t.name for t in graph.initializer] + [name for node in graph.node for name in node.output]:
@@ -189,7 +189,7 @@ class _Graph:
     """Nodes and initializers to be put before those of the network."""
 
     def __init__(self) -> None:
-        self.onnx = _library("onnx")
+        self.onnx = library("onnx")
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
         self.digits: dict[int, str] = {}
@@ -268,7 +268,7 @@ class _Graph:
 
 def _swap(model: Any, packed: Packed, halve: bool) -> None:
     """Put the decoding nodes in the place of the quantized initializers, which must be exactly centers[codes]."""
-    numpy_helper = _library("onnx").numpy_helper
+    numpy_helper = library("onnx").numpy_helper
     held = {tensor.name: tensor for tensor in model.graph.initializer}
     graph = _Graph()
     for i, layer in enumerate(packed.layers):
@@ -295,7 +295,7 @@ def _swap(model: Any, packed: Packed, halve: bool) -> None:
 
 def _verify(content: bytes, model: Any, packed: Packed, module: nn.Module) -> None:
     """ONNX Runtime must decode every weight exactly, and reproduce torch's outputs for several batch sizes."""
-    onnx = _library("onnx")
+    onnx = library("onnx")
     weights = onnx.ModelProto()
     weights.CopyFrom(model)
     del weights.graph.output[:]
@@ -330,7 +330,7 @@ def session(model: str | os.PathLike[str] | bytes, *, keep_packed: bool = False,
     keep_packed  False: weights are decoded once, now; runs as fast as fp32. True: they stay packed in memory and are
                  decoded in every run; slower, and as small as the file.
     """
-    runtime = _library("onnxruntime")
+    runtime = library("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = 3  # errors
     if threads is not None:

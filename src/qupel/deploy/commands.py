@@ -1,0 +1,282 @@
+"""Commands for model files: export, inspect, predict, eval, plan. `cli.py` registers them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qupel.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qupel.deploy.about import About
+    from qupel.deploy.budget import BudgetPlan
+    from qupel.deploy.packed import Packed
+
+out = Console()
+
+ModelFile = Annotated[Path, typer.Argument(help="a packed (.safetensors) or ONNX (.onnx) model file")]
+KeepPacked = Annotated[bool, typer.Option("--keep-packed", help="decode weights in every run: less memory, slower")]
+_SUFFIX = {"packed": ".safetensors", "onnx": ".onnx", "coreml": ".mlpackage"}
+
+
+def _kib(size: int) -> str:
+    return f"{size / 1024:,.1f} KiB"
+
+
+# --- export ---
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="a finished run, or one packed model file of it")],
+    to: Annotated[Literal["packed", "onnx", "coreml"], typer.Option("--to", help="format")] = "packed",
+    client: Annotated[list[int] | None, typer.Option("--client", help="number of a client; may be repeated")] = None,
+    all: Annotated[bool, typer.Option("--all", help="every client")] = False,
+    cell: Annotated[str | None, typer.Option("--cell", help="METHOD-sSEED, when the run has several")] = None,
+    folder: Annotated[Path, typer.Option("--out", help="folder for the files")] = Path("exported"),
+    rest: Annotated[Literal["fp32", "fp16"], typer.Option(help="layers that are not quantized")] = "fp32",
+    zstd: Annotated[bool, typer.Option("--zstd", help="compress packed files for transfer")] = False,
+) -> None:
+    """Write clients' models as packed files, ONNX or Core ML; each is verified before it is left on disk."""
+    from qupel.deploy.file import load
+
+    if zstd and to != "packed":
+        raise UserError(f"--zstd: only packed files are compressed, not {to}")
+    table = Table("client", "file", "bytes", "of fp32", "budget")
+    over: list[str] = []
+    for source in _sources(run, cell, client, all):
+        packed = load(source)
+        target = folder / (source.name.removesuffix(".safetensors") + _SUFFIX[to] + (".zst" if zstd else ""))
+        size = _write(packed, target, to, rest, zstd)
+        share = size / _dense_bytes(packed)
+        budget = packed.about.extra.get("budget")  # travels in the file, where the client had one
+        told = ""
+        if isinstance(budget, int) and budget > 0:
+            told = f"{size / budget:.0%} of {_kib(budget)}"
+            over += [target.name] if size > budget else []
+        who = packed.about.client or source.stem
+        table.add_row(escape(who), escape(target.name), f"{size:,}", f"{share:.1%}", told)
+    out.print(table)
+    out.print(f"[dim]written to {escape(str(folder))}[/dim]")
+    if over:
+        raise UserError(f"{len(over)} of {table.row_count} files are over their client's budget: {', '.join(over[:5])}")
+
+
+def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool) -> list[Path]:
+    """The packed files that are meant: RUN/cells/CELL/models/client-000.safetensors, or a file itself."""
+    if run.is_file():
+        return [run]
+    cells = sorted(p.parent.name for p in run.glob("cells/*/models")) if run.is_dir() else []
+    if not cells:
+        raise UserError(f"{run}: neither a model file nor a finished run (no cells/*/models in it)")
+    if cell is None and len(cells) > 1:
+        raise UserError(f"{run} has several cells; give --cell, one of: {', '.join(cells)}")
+    if cell is not None and cell not in cells:
+        raise UserError(f"{run} has no cell {cell!r}; allowed: {', '.join(cells)}")
+    models = sorted((run / "cells" / (cell or cells[0]) / "models").glob("client-*.safetensors"))
+    if all == bool(clients):
+        raise UserError(f"give --client N (0 to {len(models) - 1}, may be repeated) or --all")
+    if all:
+        return models
+    found = {int(p.stem.removeprefix("client-")): p for p in models}
+    if missing := [c for c in clients or [] if c not in found]:
+        raise UserError(f"no client {missing[0]} in {run}; allowed: 0 to {len(models) - 1}")
+    return [found[c] for c in clients or []]
+
+
+def _write(packed: Packed, target: Path, to: str, rest: Literal["fp32", "fp16"], zstd: bool) -> int:
+    from qupel.deploy.coreml import export_coreml
+    from qupel.deploy.file import save
+    from qupel.deploy.onnx import export_onnx
+    from qupel.flat import Layout
+
+    module = packed.model()
+    codebook = packed.codebook(Layout.of(module))
+    if to == "packed":
+        return save(target, module, codebook, about=packed.about, rest=rest, compress=zstd)
+    if to == "onnx":
+        return export_onnx(target, module, codebook, about=packed.about, rest=rest)
+    return export_coreml(target, module, codebook, about=packed.about, half=rest == "fp16")
+
+
+def _dense_bytes(packed: Packed) -> int:
+    return sum(4 * layer.size for layer in packed.layers) + sum(4 * value.size for value in packed.rest.values())
+
+
+# --- inspect ---
+
+
+def inspect(
+    file: ModelFile,
+    picture: Annotated[Path | None, typer.Option(help="also draw the histograms to this PNG or SVG")] = None,
+) -> None:
+    """Show what is in a model file: layers, bits, centers, bytes, entropy of the codes."""
+    from qupel.deploy import inspect as look
+
+    packed, size = look.read(file), file.stat().st_size
+    table = Table("layer", "shape", "m", "bytes", "bits", "entropy", "codes")
+    for row in look.rows(packed):
+        shape = "x".join(map(str, row.shape))
+        numbers = (str(len(row.centers)), f"{row.bytes:,}", str(row.bits), f"{row.entropy:.2f}")
+        table.add_row(escape(row.name), shape, *numbers, look.bars(row.counts))
+    plain = sum(value.size for value in packed.rest.values())
+    table.add_row("not quantized", f"{plain:,}", "", f"{sum(v.nbytes for v in packed.rest.values()):,}", "", "", "")
+    out.print(table)
+    for row in look.rows(packed):
+        shown = [f"{c:.3g}" for c in row.centers]
+        text = " ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-4:]])
+        out.print(f"{escape(row.name)}: {text}", highlight=False)
+    dense = _dense_bytes(packed)
+    out.print(
+        f"{size:,} bytes ({_kib(size)}): {dense / size:.1f} times smaller than fp32, "
+        f"{size / max(1, packed.floor):.3f} of codes, centers and rest alone",
+        highlight=False,
+    )
+    _tell(packed.about)
+    if picture is not None:
+        look.picture(packed, picture)
+        out.print(f"drawn to {escape(str(picture))}")
+
+
+def _tell(about: About) -> None:
+    known = {"model": about.model, "input": "x".join(map(str, about.input_shape)), "client": about.client}
+    known |= {k: str(v) for k, v in about.extra.items()}
+    out.print(escape(", ".join(f"{k} {v}" for k, v in known.items() if v)), highlight=False)
+
+
+# --- predict, eval ---
+
+
+def predict(
+    file: ModelFile,
+    inputs: Annotated[Path, typer.Argument(help="an image, a folder of images, a .npz or a .csv file")],
+    top: Annotated[int, typer.Option(min=1, help="how many classes to show")] = 1,
+    keep_packed: KeepPacked = False,
+) -> None:
+    """Print what the model sees in images or rows of numbers."""
+    from qupel.deploy.predict import open_model, probabilities, read_inputs
+
+    model = open_model(file, keep_packed=keep_packed)
+    names, values = read_inputs(inputs, model)
+    labels = model.about.labels
+    for start in range(0, len(names), 256):
+        for name, p in zip(names[start:], probabilities(model.run(values[start : start + 256])), strict=False):
+            best = p.argsort()[::-1][:top]
+            said = ", ".join(f"{labels[k] if labels else k} {100 * p[k]:.1f} %" for k in best)
+            out.print(f"{escape(name)}: {escape(said)}", highlight=False, soft_wrap=True)
+
+
+def evaluate_file(
+    file: ModelFile,
+    data: Annotated[str | None, typer.Option("--data", help="data set, .npz file, or folder of data sets")] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help="folder of data sets (else QUPEL_DATA)")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="only the first samples")] = None,
+    keep_packed: KeepPacked = False,
+) -> None:
+    """Accuracy on the test set, latency, size and peak memory of a model file."""
+    from qupel.data import sources
+    from qupel.deploy.memory import peak, reset_peak, resident
+    from qupel.deploy.predict import accuracy, latency, open_model
+
+    name = data
+    if data is not None and Path(data).is_dir():  # as elsewhere: --data FOLDER; the file knows the data set
+        name, folder = None, Path(data)
+    if name is None:
+        from qupel.deploy.inspect import read
+
+        name = read(file).about.extra.get("data")
+        if not isinstance(name, str):
+            raise UserError(f"{file} does not say which data it was trained on; give --data")
+    test = sources.load(name, folder, limit).test
+    if test.targets.ndim != 1 or test.targets.is_floating_point():
+        raise UserError(f"{name} has no class labels to compare with")
+    reset_peak()
+    before = resident()
+    model = open_model(file, keep_packed=keep_packed)
+    if model.about.input_shape != tuple(test.inputs.shape[1:]):
+        raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {tuple(test.inputs.shape[1:])}")
+    right = accuracy(model, test.inputs, test.targets)
+    most = peak()
+    one, many = latency(model), latency(model, 64)
+    table = Table(show_header=False)
+    table.add_row("accuracy", f"{100 * right:.2f} % of {len(test.inputs):,} test samples of {escape(name)}")
+    table.add_row("latency", f"{1000 * one:.3g} ms for 1 input, {1000 * many:.3g} ms for 64 (medians)")
+    table.add_row("size", f"{model.bytes:,} bytes ({_kib(model.bytes)}), {model.kind}")
+    grown = (most - before) / 2**20
+    table.add_row("peak memory", f"{most / 2**20:,.0f} MiB of the process, {grown:,.1f} MiB of it for this model")
+    out.print(table)
+    if isinstance(model.about.extra.get("test"), float):
+        out.print(f"[dim]the run reported {100 * model.about.extra['test']:.2f} % on this client's own test data[/dim]")
+
+
+# --- plan ---
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="name of a model, or a packed file (its weights tell more)")],
+    budget: Annotated[list[str], typer.Option("--budget", help="bytes of a device: 96KiB; may be repeated")],
+    shape: Annotated[str | None, typer.Option("--input", help="shape of an input, such as 3x32x32")] = None,
+    classes: Annotated[int, typer.Option(min=1)] = 10,
+    all_layers: Annotated[bool, typer.Option("--all-layers", help="also quantize the first and the last")] = False,
+    rest: Annotated[Literal["fp32", "fp16"], typer.Option(help="layers that are not quantized")] = "fp32",
+) -> None:
+    """Which bits fit each device, uniform and layer by layer, counting everything that is in the file."""
+    from qupel.deploy.budget import WIDTHS, Planner, parse_size
+    from qupel.flat import Layout
+
+    budgets = [parse_size(text) for text in budget]
+    module, about = _planned(model, shape, classes)
+    layers = Layout.of(module).weights if all_layers else None
+    planner = Planner(module, layers=layers, about=about, rest=rest)
+    table = Table("bits", *map(str, WIDTHS), title=f"{escape(model)}: bytes at most", title_justify="left")
+    table.add_row("KiB", *[f"{planner.bytes(b) / 1024:.1f}" for b in WIDTHS])
+    out.print(table)
+    for size in budgets:
+        try:
+            found = planner.fit(size)
+        except UserError as error:
+            out.print(escape(str(error)), style="red", highlight=False)
+            continue
+        _show_plan(found)
+
+
+def _show_plan(found: BudgetPlan) -> None:
+    uniform = f"{found.uniform} bits" if found.uniform <= 8 else "full precision"
+    out.print(
+        f"\n[bold]{_kib(found.budget)}[/bold]: {uniform} everywhere, {_kib(found.uniform_bytes)}", highlight=False
+    )
+    by_bits: dict[int, list[str]] = {}
+    for name, bits in found.bits.items():
+        by_bits.setdefault(bits, []).append(name.removesuffix(".weight"))
+    out.print(
+        f"  or layer by layer, {_kib(found.bytes)}, error of the weights {found.error:.2g} "
+        f"instead of {found.uniform_error:.2g}:",
+        highlight=False,
+    )
+    for bits, names in sorted(by_bits.items()):
+        out.print(f"  {bits:>4} bits: {escape(', '.join(names))}", highlight=False)
+
+
+_USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28)}
+
+
+def _planned(model: str, shape: str | None, classes: int) -> tuple[nn.Module, About | None]:
+    from qupel import models
+    from qupel.deploy.file import load
+
+    if model not in models.AVAILABLE:
+        if not Path(model).is_file():
+            raise UserError(f"{model!r} is neither a model ({', '.join(models.AVAILABLE)}) nor a file")
+        packed = load(model)
+        return packed.model(), packed.about
+    try:
+        dims = tuple(int(v) for v in shape.split("x")) if shape else _USUAL.get(model, (3, 32, 32))
+    except ValueError:
+        raise UserError(f"--input {shape!r}: such as 3x32x32") from None
+    return models.build(model, dims, classes, seed=0), None

@@ -1,0 +1,163 @@
+"""Core ML packages with native palettized weights: our centers are the look-up table (`constexpr_lut_to_dense`).
+
+Converted on any system, run on Apple's only. So that the file can be trusted without a Mac, its weights are read back
+and compared: exactly, or rounded to fp16 if that was asked for.
+
+    bits of a layer      stored as    needs
+    1, 2, 4, 6, 8        the same     iOS 16, macOS 13
+    3                    3            iOS 18, macOS 15
+    5, 7                 6, 8         iOS 16, macOS 13
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from qupel.codebook import Codebook
+from qupel.deploy import header
+from qupel.deploy.about import About
+from qupel.deploy.packed import Layer, Packed, pack_model
+from qupel.errors import UserError
+
+_PALETTIZED = 2  # coremltools' CompressionType.PALETTIZATION
+_STORED = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 6, 7: 8, 8: 8}
+# They would multiply BatchNorm into full-precision weights, which could then not be compared with the model's.
+_FUSIONS = {"common::fuse_conv_batchnorm", "common::fuse_conv_scale", "common::fuse_conv_bias"}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """coremltools tells of untested versions, of its progress, and that nothing can run here; none helps the user."""
+    log = logging.getLogger("coremltools")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _library() -> ModuleType:
+    try:
+        with _quiet():
+            import coremltools
+    except ImportError:
+        raise UserError("Core ML needs the package coremltools: pip install 'qupel[coreml]'") from None
+    return coremltools
+
+
+def export_coreml(
+    path: str | os.PathLike[str],
+    module: nn.Module,
+    codebook: Codebook,
+    *,
+    about: About,
+    half: bool = False,
+) -> int:
+    """Write an .mlpackage with input "input" (batch, *input_shape) and output "output", and return its bytes.
+
+    half  compute and store in fp16, which Apple's neural engine wants; centers are rounded. By default fp32, exact.
+    """
+    ct = _library()
+    if not about.input_shape:
+        raise UserError("Core ML needs about.input_shape, the shape of one input")
+    packed = pack_model(module, codebook, about)
+    module = copy.deepcopy(module).cpu().eval()
+    _register(module, packed)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+        made = Path(folder) / "model.mlpackage"
+        with _quiet():
+            converted = _convert(ct, module, about, target(packed), half)
+            converted.user_defined_metadata["qupel"] = header.dump(about.to_json())
+            converted.save(str(made))
+            _compare(ct, made, packed, half)
+        if path.exists():
+            shutil.rmtree(path)
+        made.rename(path)
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def target(packed: Packed) -> str:
+    """The oldest system that knows these bit widths."""
+    return "iOS18" if any(layer.bits == 3 for layer in packed.layers) else "iOS16"
+
+
+def _register(module: nn.Module, packed: Packed) -> None:
+    """Tell coremltools the look-up tables, by buffers of names it knows."""
+    owners = dict(module.named_modules())
+    for layer in packed.layers:
+        path, _, key = layer.name.rpartition(".")
+        levels = 2 ** _STORED[layer.bits]
+        table = np.concatenate([layer.centers, np.repeat(layer.centers[-1:], levels - len(layer.centers))])
+        shape = [1] * len(layer.shape) + [levels, 1]
+        owners[path].register_buffer(f"_COREML_/{key}/lut", torch.from_numpy(table).reshape(shape))
+        owners[path].register_buffer(f"_COREML_/{key}/compression_type", torch.tensor([_PALETTIZED]))
+    module.register_buffer("_COREML_/metadata_version", torch.tensor(1))
+
+
+def _convert(ct: ModuleType, module: nn.Module, about: About, system: str, half: bool) -> Any:
+    pipeline = ct.PassPipeline.DEFAULT
+    pipeline.remove_passes(_FUSIONS)
+    try:
+        return ct.convert(
+            torch.jit.trace(module, torch.zeros(1, *about.input_shape)),
+            inputs=[ct.TensorType("input", shape=(ct.RangeDim(1, 256, default=1), *about.input_shape))],
+            outputs=[ct.TensorType("output")],
+            convert_to="mlprogram",
+            minimum_deployment_target=ct.target[system],
+            compute_precision=ct.precision.FLOAT16 if half else ct.precision.FLOAT32,
+            pass_pipeline=pipeline,
+            skip_model_load=True,
+        )
+    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        raise UserError(f"coremltools cannot convert this network: {str(error).splitlines()[0][:200]}") from error
+
+
+def _compare(ct: ModuleType, made: Path, packed: Packed, half: bool) -> None:
+    """Every quantized layer must be in the file as a look-up of exactly its weights, and every other weight plainly."""
+    from coremltools.converters.mil.frontend.milproto.load import load
+
+    model = ct.models.MLModel(str(made), skip_model_load=True)
+    spec = model.get_spec()
+    program = load(spec, specification_version=spec.specificationVersion, file_weights_dir=model.weights_dir)
+    main = program.functions["main"]
+    decoded = [op.materialized_val_inference() for op in main.find_ops(op_type="constexpr_lut_to_dense")]
+    for layer in packed.layers:
+        _take(decoded, _rounded(layer.weights(), half), layer)
+    plain = [np.asarray(op.outputs[0].val) for op in main.find_ops(op_type="const") if op.outputs[0].val is not None]
+    for name, value in packed.rest.items():
+        wanted = _rounded(value, half)
+        if value.ndim > 1 and not any(v.shape == wanted.shape and np.array_equal(v, wanted) for v in plain):
+            raise UserError(f"{name}: the Core ML file holds other weights than the model; it was deleted")
+
+
+def _rounded(value: np.ndarray, half: bool) -> np.ndarray:
+    return value.astype(np.float16) if half and value.dtype == np.float32 else value
+
+
+def _take(decoded: list[np.ndarray], wanted: np.ndarray, layer: Layer) -> None:
+    """Coremltools renames weights, so a layer is found by its values; each look-up counts for one layer."""
+    for i, value in enumerate(decoded):
+        if value.shape == wanted.shape and np.array_equal(value, wanted):
+            del decoded[i]
+            return
+    raise UserError(f"{layer.name}: the Core ML file holds other weights than the model's; it was deleted")

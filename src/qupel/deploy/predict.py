@@ -1,0 +1,179 @@
+"""Run a model file, packed or ONNX, on images and tables: one way in, whatever the format."""
+
+from __future__ import annotations
+
+import csv
+import os
+import statistics
+import time
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qupel.data import checks
+from qupel.data.batches import Transform
+from qupel.deploy import onnx
+from qupel.deploy.about import About
+from qupel.deploy.file import load
+from qupel.deploy.runtime import keep_packed as stay_packed
+from qupel.errors import UserError
+
+_IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+_NPZ_NAMES = ("inputs", "test_inputs", "x_test", "x")
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model file that is ready to run. run: float32 (n, *input_shape), already normalized -> outputs (n, classes)."""
+
+    about: About
+    kind: str  # "packed" or "onnx"
+    bytes: int
+    run: Callable[[np.ndarray], np.ndarray]
+
+    def transform(self) -> Transform:
+        """From inputs as they are stored to what the model takes."""
+        mean, std = self.about.mean, self.about.std
+        return Transform(torch.tensor(mean), torch.tensor(std)) if mean else Transform()
+
+
+def open_model(path: str | os.PathLike[str], *, keep_packed: bool = False) -> Model:
+    """A packed file (the network must be one of ours) or an ONNX file; `keep_packed`: less memory, more time."""
+    size = os.path.getsize(path) if os.path.isfile(path) else 0
+    if str(path).endswith(".onnx"):
+        session = onnx.session(path, keep_packed=keep_packed)
+        name = session.get_inputs()[0].name
+        about = onnx.read_about(session)
+        return Model(about, "onnx", size, lambda x: session.run(None, {name: x})[0])
+    packed = load(path)
+    module = stay_packed(packed) if keep_packed else packed.model()
+
+    def run(x: np.ndarray) -> np.ndarray:
+        with torch.inference_mode():
+            return module(torch.from_numpy(x)).numpy()
+
+    return Model(packed.about, "packed", size, run)
+
+
+# --- inputs ---
+
+
+def read_inputs(path: str | os.PathLike[str], model: Model) -> tuple[list[str], np.ndarray]:
+    """Names and normalized inputs (n, *input_shape) from an image, a folder of images, a .npz or a .csv file."""
+    path, shape = Path(path), model.about.input_shape
+    if not shape:
+        raise UserError("the model file does not say what its inputs look like (about.input_shape)")
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix.lower() in _IMAGES)
+        if not files:
+            raise UserError(f"{path}: no images in this folder; known are {', '.join(sorted(_IMAGES))}")
+        names, values = [p.name for p in files], np.stack([_image(p, shape) for p in files])
+    elif not path.is_file():
+        raise UserError(f"{path} cannot be read: no such file or folder")
+    elif path.suffix.lower() == ".npz":
+        values = _npz(path, shape)
+        names = [f"row {i}" for i in range(len(values))]
+    elif path.suffix.lower() == ".csv":
+        values = _csv(path, shape)
+        if model.about.mean:  # the model was made for pixels: numbers from 0 to 255
+            values = values / np.float32(255)
+        names = [f"row {i}" for i in range(len(values))]
+    else:
+        names, values = [path.name], _image(path, shape)[None]
+    return names, model.transform().apply(torch.from_numpy(values)).contiguous().numpy()
+
+
+def _image(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """uint8 (C, H, W), scaled to the size that the model takes."""
+    from PIL import Image
+
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise UserError(f"{path}: the model takes inputs of shape {shape}, not images; give a .npz or .csv file")
+    try:
+        with Image.open(path) as image:
+            ready = image.convert("L" if shape[0] == 1 else "RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path}: not an image that can be read ({error})") from None
+    if ready.size != (shape[2], shape[1]):
+        ready = ready.resize((shape[2], shape[1]), Image.Resampling.BILINEAR)
+    pixels = np.asarray(ready, np.uint8)
+    return pixels[None].copy() if pixels.ndim == 2 else pixels.transpose(2, 0, 1).copy()
+
+
+def _npz(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            name = next((n for n in _NPZ_NAMES if n in file.files), file.files[0] if len(file.files) == 1 else "")
+            if not name:
+                raise UserError(f"{path}: holds {', '.join(file.files)}; needed is one of {', '.join(_NPZ_NAMES)}")
+            held = file[name]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: not a readable .npz file of plain numbers ({error})") from None
+    return _shaped(path, checks.inputs(f"{path}: {name}", held).numpy(), shape)
+
+
+def _csv(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """A row is an input, flattened; a first row that is not numbers is taken for names."""
+    rows = []
+    try:
+        with path.open(newline="") as file:
+            for number, cells in enumerate(csv.reader(file), 1):
+                if not cells:
+                    continue
+                try:
+                    rows.append([float(cell) for cell in cells])
+                except ValueError:
+                    if number > 1:
+                        raise UserError(f"{path} line {number}: not numbers: {','.join(cells)[:40]!r}") from None
+                if rows and len(rows[-1]) != len(rows[0]):
+                    raise UserError(f"{path} line {number}: {len(rows[-1])} numbers, the first row has {len(rows[0])}")
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path}: not a readable table ({error})") from None
+    return _shaped(path, checks.inputs(str(path), np.array(rows, np.float32)).numpy(), shape)
+
+
+def _shaped(path: Path, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if values[0].size != int(np.prod(shape)):
+        raise UserError(f"{path}: inputs of shape {values.shape[1:]}; the model takes {shape}")
+    return values.reshape(len(values), *shape)
+
+
+# --- outputs ---
+
+
+def probabilities(outputs: np.ndarray) -> np.ndarray:
+    """Softmax of the outputs (n, classes)."""
+    e = np.exp(outputs - outputs.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def accuracy(model: Model, inputs: torch.Tensor, targets: torch.Tensor, batch: int = 256) -> float:
+    """The fraction of samples whose largest output is their label; inputs as they are stored, not normalized."""
+    transform, right, classes = model.transform(), 0, int(targets.max()) + 1
+    for start in range(0, len(inputs), batch):
+        x = transform.apply(inputs[start : start + batch]).contiguous().numpy()
+        outputs = model.run(x)
+        if outputs.ndim != 2 or outputs.shape[1] < classes:
+            raise UserError(f"the data has {classes} classes; the model has outputs of shape {outputs.shape[1:]}")
+        right += int((outputs.argmax(1) == targets[start : start + batch].numpy()).sum())
+    return right / len(inputs)
+
+
+def latency(model: Model, batch: int = 1, seconds: float = 0.5) -> float:
+    """Median seconds of one run on `batch` inputs."""
+    x = np.zeros((batch, *model.about.input_shape), np.float32)
+    model.run(x)
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        began = time.perf_counter()
+        model.run(x)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
