@@ -133,11 +133,9 @@ def inspect(
         text = " ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-4:]])
         out.print(f"{escape(row.name)}: {text}", highlight=False)
     dense = _dense_bytes(packed)
-    out.print(
-        f"{size:,} bytes ({_kib(size)}): {dense / size:.1f} times smaller than fp32, "
-        f"{size / max(1, packed.floor):.3f} of codes, centers and rest alone",
-        highlight=False,
-    )
+    more = 100 * (size / max(1, packed.floor) - 1)
+    out.print(f"{size:,} bytes ({_kib(size)}), {dense / size:.1f} times smaller than fp32", highlight=False)
+    out.print(f"{more:+.1f} % against codes, centers and rest alone", highlight=False)
     _tell(packed.about)
     if picture is not None:
         look.picture(packed, picture)
@@ -180,6 +178,8 @@ def evaluate_file(
     keep_packed: KeepPacked = False,
 ) -> None:
     """Accuracy on the test set, latency, size and peak memory of a model file."""
+    import torch
+
     from qupel.data import sources
     from qupel.deploy.memory import peak, reset_peak, resident
     from qupel.deploy.predict import accuracy, latency, open_model
@@ -198,7 +198,8 @@ def evaluate_file(
         raise UserError(f"{name} has no class labels to compare with")
     reset_peak()
     before = resident()
-    model = open_model(file, keep_packed=keep_packed)
+    torch.set_num_threads(1)  # so that latencies mean the same everywhere
+    model = open_model(file, keep_packed=keep_packed, threads=1)
     if model.about.input_shape != tuple(test.inputs.shape[1:]):
         raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {tuple(test.inputs.shape[1:])}")
     right = accuracy(model, test.inputs, test.targets)
@@ -206,7 +207,7 @@ def evaluate_file(
     one, many = latency(model), latency(model, 64)
     table = Table(show_header=False)
     table.add_row("accuracy", f"{100 * right:.2f} % of {len(test.inputs):,} test samples of {escape(name)}")
-    table.add_row("latency", f"{1000 * one:.3g} ms for 1 input, {1000 * many:.3g} ms for 64 (medians)")
+    table.add_row("latency", f"{1000 * one:.3g} ms for 1 input, {1000 * many:.3g} ms for 64 (medians, one thread)")
     table.add_row("size", f"{model.bytes:,} bytes ({_kib(model.bytes)}), {model.kind}")
     grown = (most - before) / 2**20
     table.add_row("peak memory", f"{most / 2**20:,.0f} MiB of the process, {grown:,.1f} MiB of it for this model")

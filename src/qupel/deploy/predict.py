@@ -42,11 +42,15 @@ class Model:
         return Transform(torch.tensor(mean), torch.tensor(std)) if mean else Transform()
 
 
-def open_model(path: str | os.PathLike[str], *, keep_packed: bool = False) -> Model:
-    """A packed file (the network must be one of ours) or an ONNX file; `keep_packed`: less memory, more time."""
+def open_model(path: str | os.PathLike[str], *, keep_packed: bool = False, threads: int | None = None) -> Model:
+    """A packed file (the network must be one of ours) or an ONNX file.
+
+    keep_packed  weights are decoded in every run: less memory, more time
+    threads      of ONNX Runtime; torch's are those of the process
+    """
     size = os.path.getsize(path) if os.path.isfile(path) else 0
     if str(path).endswith(".onnx"):
-        session = onnx.session(path, keep_packed=keep_packed)
+        session = onnx.session(path, keep_packed=keep_packed, threads=threads)
         name = session.get_inputs()[0].name
         about = onnx.read_about(session)
         return Model(about, "onnx", size, lambda x: session.run(None, {name: x})[0])
