@@ -79,7 +79,8 @@ def make_job(phases, *, sizes=(12, 12, 12, 12), bits=(1, 2, 32), module=None, da
     layout = Layout.of(module)
     plans = [plan_bits(layout, bits[i % len(bits)]) for i in range(len(parts))]
     defaults = {"loss": F.cross_entropy, "local_steps": 3, "batch": 4, "evaluate_every": 2}
-    return Job(module=module, data=dataset, parts=parts, plans=plans, phases=phases, **defaults | settings)
+    job = Job(module=module, data=dataset, parts=parts, plans=plans, phases=[], **defaults | settings)
+    return job.with_phases(phases)
 
 
 QUANTIZER = Quantizer(eta2=Schedule(1e-2), lam=Schedule(growth=0.02), lam_c=Follow(0.1))

@@ -7,9 +7,12 @@ gives the same bits.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +42,8 @@ class Pool:
         for k in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), name=f"qupel-worker-{k}", daemon=True)
-            process.start()
+            with _signals_held():  # a worker that is still starting must not die of Ctrl-C
+                process.start()
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -110,6 +114,8 @@ class Workers:
                     pending.discard(j)
                 elif kind == "wrong":
                     raise UserError(value)
+                elif kind == "disk":
+                    raise OSError(*value)
                 elif kind == "bug":
                     raise RuntimeError(f"worker {j} failed:\n{value}")
                 else:
@@ -148,9 +154,32 @@ class Workers:
         self._all("load", folder)
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold stop signals back meanwhile; a process started now holds them back until it says otherwise."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _leave_signals_to_main() -> None:
+    """Ctrl-C is the main process's business, and so is a SIGTERM to the whole group, as from `timeout`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform != "win32":
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forgets one that came while starting
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
 def _serve(pipe: Connection) -> None:
     """A worker's life: answer commands until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's business
+    _leave_signals_to_main()
     torch.set_num_threads(1)
     desk = _Desk(pipe)
     while True:
@@ -160,11 +189,19 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             getattr(desk, command)(*arguments)
-            pipe.send(("done", None))
+            answer: tuple[str, Any] = ("done", None)
+        except ConnectionError:
+            return  # the main process is gone
         except UserError as e:
-            pipe.send(("wrong", str(e)))
+            answer = ("wrong", str(e))
+        except OSError as e:
+            answer = ("disk", (e.errno, e.strerror, e.filename))
         except Exception:
-            pipe.send(("bug", traceback.format_exc()))
+            answer = ("bug", traceback.format_exc())
+        try:
+            pipe.send(answer)
+        except ConnectionError:
+            return
 
 
 class _Desk:

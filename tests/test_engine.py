@@ -1,0 +1,472 @@
+"""Engines: any number of workers gives the same bits; broken clients and dead workers do not lose a run."""
+
+import copy
+import os
+import signal
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from qupel.algorithms import FedAvg, FineTune, Local, Phase, QuPeL, State
+from qupel.data.partition import Part
+from qupel.data.sources import from_arrays
+from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.inline import Inline
+from qupel.engine.rounds import Failed, Stopped, check_trainable, one_round, run
+from qupel.engine.workers import Pool, WorkerDied, Workers
+from qupel.errors import UserError
+from qupel.flat import Layout
+from tiny import (
+    CLASSES,
+    INPUTS,
+    Drops,
+    blobs,
+    bomb,
+    final_models,
+    local,
+    make_job,
+    mlp,
+    norm_net,
+    recipe,
+    run_inline,
+    same,
+    timeless,
+)
+
+SIZES = (12, 5, 30, 8, 12)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    """Three worker processes, started once; a pool of fewer is the first of them."""
+    with Pool(3) as pool:
+        parts = {k: copy.copy(pool) for k in (1, 2, 3)}
+        for k, part in parts.items():
+            part.pipes, part.processes = pool.pipes[:k], pool.processes[:k]
+        yield parts
+
+
+def on_workers(pool, job, **options):
+    engine = Workers(pool, job, **options)
+    finished = run(job, engine)
+    return finished, final_models(job, engine, finished.w)
+
+
+# --- equality ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sample": 0.6},
+        {"weighted": True, "sample": 0.4},
+        {"module": norm_net()},  # BatchNorm and dropout
+        {"module": Drops()},  # dropout that no list of layers shows
+    ],
+    ids=["plain", "sampled", "weighted", "norm", "functional dropout"],
+)
+def test_any_number_of_workers_gives_the_same_bits(pools, options):
+    job = make_job(recipe(), sizes=SIZES, **options)
+    reference, models = run_inline(job)
+    for pool in pools.values():
+        finished, others = on_workers(pool, job)
+        assert torch.equal(finished.w, reference.w)
+        assert same(models, others)
+        assert timeless(finished.lines) == timeless(reference.lines)
+    assert not torch.equal(reference.w, Layout.of(job.module).flatten(job.module))
+
+
+def test_workers_with_the_disk_store_give_the_same_bits(pools, tmp_path):
+    job = make_job(recipe(), sizes=SIZES, sample=0.6)
+    reference, models = run_inline(job)
+    finished, others = on_workers(pools[2], job, store="disk", scratch=tmp_path)
+    assert torch.equal(finished.w, reference.w)
+    assert same(models, others)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_workers_than_clients(pools):
+    job = make_job(recipe(1, 1, 1), sizes=(12, 6))
+    reference, models = run_inline(job)
+    finished, others = on_workers(pools[3], job)
+    assert torch.equal(finished.w, reference.w)
+    assert same(models, others)
+
+
+def test_when_one_looks_changes_nothing():
+    """Evaluation draws no random number and writes no state, also with BatchNorm and dropout."""
+    jobs = [make_job(recipe(), module=norm_net(), evaluate_every=k) for k in (1, 3, 100)]
+    (a, models), (b, others), (c, rest) = (run_inline(job) for job in jobs)
+    assert torch.equal(a.w, b.w)
+    assert torch.equal(a.w, c.w)
+    assert same(models, others)
+    assert same(models, rest)
+    assert [line["round"] for line in a.lines] == list(range(1, 9))
+    assert [line["round"] for line in b.lines] == [2, 3, 6, 8]  # the last round of a phase always
+    assert [line["round"] for line in c.lines] == [2, 6, 8]
+    at = {line["round"]: line for line in a.lines}
+    for line in (*b.lines, *c.lines):
+        assert line["test"] == at[line["round"]]["test"]
+
+
+def test_the_inline_engine_gives_generator_and_threads_back():
+    torch.manual_seed(5)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    job = make_job(recipe(1, 1, 1), module=norm_net())
+    with Inline(job, threads=2) as engine:
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+        run(job, engine)
+        assert not torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads
+
+
+def test_another_seed_gives_another_run():
+    a, b = (run_inline(make_job(recipe(), seed=s))[0] for s in (0, 1))
+    assert not torch.equal(a.w, b.w)
+
+
+def test_a_shared_warm_up_gives_the_same_bits():
+    """Clients keep nothing of FedAvg, so its w is all a run needs to go on from it."""
+    for options in ({}, {"sample": 0.5}, {"weighted": True}):
+        job = make_job(recipe(), sizes=SIZES, **options)
+        whole, models = run_inline(job)
+        first, _ = run_inline(replace(job, phases=job.phases[:1], plans=[{}] * len(SIZES)))
+        with Inline(job) as engine:
+            rest = run(job, engine, begin=(2, first.w, first.lines))
+            others = final_models(job, engine, rest.w)
+        assert torch.equal(rest.w, whole.w)
+        assert same(models, others)
+        assert timeless(rest.lines) == timeless(whole.lines)
+
+
+# --- cohorts and phases ---
+
+
+def test_cohorts():
+    job = make_job(recipe(), sizes=(4,) * 10, sample=0.3)
+    cohorts = [job.cohort(r) for r in range(200)]
+    assert all(len(set(c)) == 3 and c == sorted(c) and c[0] >= 0 and c[-1] < 10 for c in cohorts)
+    assert cohorts == [job.cohort(r) for r in range(200)]
+    share = np.bincount(np.concatenate(cohorts), minlength=10) / 200
+    assert share.min() > 0.2
+    assert share.max() < 0.4
+    assert replace(job, sample=0.01).cohort(0) != []
+    assert replace(job, sample=1.0).cohort(5) == list(range(10))
+    assert replace(job, seed=1).cohort(0) != cohorts[0] or replace(job, seed=1).cohort(1) != cohorts[1]
+
+
+def test_only_the_cohort_trains():
+    job = make_job(recipe(0, 3, 0), sizes=(8,) * 6, sample=0.34)
+    with Inline(job) as engine:
+        w = Layout.of(job.module).flatten(job.module)
+        for r in range(3):
+            before = {i: engine.shard.state(i, 0, w).x for i in range(6)}
+            w, *_ = one_round(job, engine, r, w)
+            for i in range(6):
+                assert torch.equal(engine.shard.state(i, 0, w).x, before[i]) == (i not in job.cohort(r))
+
+
+def test_clients_that_sat_a_phase_out_are_converted_all_the_same():
+    """FedAvg, QuPeL, fine-tuning with one client a round: who was never drawn still deploys a quantized model."""
+    job = make_job(recipe(2, 2, 2), sizes=(8,) * 6, bits=(2,), sample=0.1)
+    drawn = {i for r in range(6) for i in job.cohort(r)}
+    tuned = {i for r in (4, 5) for i in job.cohort(r)}
+    assert len(drawn) < 6
+    with Inline(job) as engine:
+        finished = run(job, engine)
+        warm = run_inline(replace(job, phases=job.phases[:1]))[0].w
+        for i in range(6):
+            model = engine.deployed(5, finished.w, i)
+            (slot,), (c,) = model.codebook.slots, model.codebook.centers
+            assert len(c) == 4
+            assert torch.isin(model.x[slot.slice], c).all()
+            if i not in drawn:
+                # it starts from the newest global model, as a newcomer of the first phase would
+                free = model.codebook.free(len(warm)).bool()
+                assert torch.equal(model.x[free], finished.w[free])
+        assert tuned < drawn or tuned == drawn
+    assert [line["bits"] for line in finished.lines] == [32, 2, 2]
+
+
+def test_clock_and_location():
+    job = make_job([Phase(FedAvg(), 2), Phase(QuPeL(), 3)], epoch_steps=4, local_steps=3)
+    assert [job.locate(r) for r in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert job.clock(2, 0).step == 0
+    assert [job.clock(3, k).epoch for k in range(3)] == [1, 2, 2]  # steps 3, 4, 5 of the phase
+    assert job.clock(4, 2).steps == 9
+    with pytest.raises(IndexError):
+        job.locate(5)
+    assert make_job(recipe(), sizes=(8, 12, 100), batch=4).steps_per_epoch == 3
+
+
+def test_a_job_that_cannot_be_is_refused():
+    good = make_job(recipe())
+    with pytest.raises(UserError, match="at least one round"):
+        good.with_phases([Phase(FedAvg(), 0)])
+    with pytest.raises(UserError, match="negative"):
+        good.with_phases([Phase(FedAvg(), 3), Phase(FedAvg(), -1)])
+    assert [p.rounds for p in good.with_phases([Phase(FedAvg(), 0), Phase(QuPeL(), 2)]).phases] == [2]
+    with pytest.raises(UserError, match="sample = 0"):
+        replace(good, sample=0)
+    with pytest.raises(UserError, match="4 clients but 1 plans"):
+        replace(good, plans=[{}])
+    empty = [*good.parts[:3], Part(np.arange(0), np.arange(1))]
+    with pytest.raises(UserError, match="client 3 has no training data"):
+        replace(good, parts=empty)
+    with pytest.raises(UserError, match="'gone'"):
+        check_trainable(replace(good, plans=[{"gone": 2}] * 4))
+    with pytest.raises(UserError, match="does not take this data"):
+        check_trainable(replace(good, plans=[{}] * 4, module=torch.nn.Linear(INPUTS + 1, 3)))
+    with pytest.raises(UserError, match="no parameters"):
+        check_trainable(replace(good, module=torch.nn.Flatten()))
+    check_trainable(good)
+
+
+# --- broken clients ---
+
+
+def poisoned(sizes=(12, 12, 12), bad=(1,)):
+    """Some clients hold numbers that no honest sensor gives: with `bomb` their loss is NaN."""
+    data, parts = blobs(sizes)
+    inputs = data.train.inputs.clone()
+    for i in bad:
+        inputs[parts[i].train_rows] *= 1e6
+    clean = (data.train.targets, data.test.inputs, data.test.targets)
+    return from_arrays(inputs, *clean, classes=CLASSES), parts
+
+
+NAMES = ("Anna", "Berta", "Clara")
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_client_whose_loss_is_nan_is_refused_and_the_round_goes_on(pools, workers):
+    job = make_job(recipe(), data=poisoned(), loss=bomb, names=NAMES, evaluate_every=1)
+    seen = []
+    with Inline(job) as inline:
+        engine = inline if workers is None else Workers(pools[workers], job)
+        before = engine.deployed(0, Layout.of(job.module).flatten(job.module), 1)
+        finished = run(job, engine, watch=lambda p: seen.append(p.refused))
+        after = engine.deployed(0, Layout.of(job.module).flatten(job.module), 1)
+    assert torch.equal(before.x, after.x)
+    assert all(
+        len(r) == 1 and r[0].startswith(f"Berta: round {k}, step 1: the loss is nan") for k, r in enumerate(seen, 1)
+    )
+    assert all(line["refused"] == r for line, r in zip(finished.lines, seen, strict=True))
+    # the rest of the federation is a federation without her
+    rest = make_job(recipe(), data=poisoned(), loss=bomb)
+    alone = rest.with_phases(rest.phases)
+    with Inline(alone) as engine:
+        w = Layout.of(alone.module).flatten(alone.module)
+        for r in range(alone.rounds):
+            done = sorted(engine.train(r, w, [0, 2]), key=lambda d: d.client)
+            w = alone.phases[alone.locate(r)[0]].method.aggregate(w, [d.upload for d in done], [1.0, 1.0])
+    assert torch.equal(w, finished.w)
+
+
+def test_refusals_between_two_evaluations_are_all_logged():
+    job = make_job(recipe(0, 4, 0), data=poisoned(), loss=bomb, names=NAMES, evaluate_every=4)
+    (line,) = run_inline(job)[0].lines
+    assert [r.split(",")[0] for r in line["refused"]] == [f"Berta: round {k}" for k in (1, 2, 3, 4)]
+
+
+def test_a_refused_client_keeps_the_state_it_had():
+    """Fine for two rounds, then its loss turns NaN in the middle of a round: as if that round had not been."""
+    job = make_job(local(5), data=poisoned(bad=()), loss=bomb, names=NAMES, bits=(2,))
+    poison = replace(job, data=poisoned(bad=(1,))[0])
+    with Inline(job) as engine:
+        w = Layout.of(job.module).flatten(job.module)
+        for r in (0, 1):
+            w, *_ = one_round(job, engine, r, w)
+        before = engine.shard.state(1, 0, w)
+        engine.shard.job = poison
+        w, loss, refused, _ = one_round(poison, engine, 2, w)
+        after = engine.shard.state(1, 0, w)
+    assert refused == [r for r in refused if r.startswith("Berta: round 3, step 1")]
+    assert len(refused) == 1
+    assert np.isfinite(loss)
+    assert torch.equal(before.x, after.x)
+    assert torch.equal(before.codebook.centers[0], after.codebook.centers[0])
+
+
+def test_on_bad_upload_stop_ends_with_the_name():
+    job = make_job(recipe(), data=poisoned(), loss=bomb, names=NAMES, on_bad_upload="stop")
+    with Inline(job) as engine, pytest.raises(Failed, match=r"^Berta: round 1, step 1.*smaller eta1"):
+        run(job, engine)
+
+
+def test_if_all_are_refused_the_run_ends():
+    job = make_job(recipe(), data=poisoned(bad=(0, 1, 2)), loss=bomb, names=NAMES)
+    with Inline(job) as engine, pytest.raises(Failed, match=r"^Anna: round 1"):
+        run(job, engine)
+
+
+FEDAVG = FedAvg()
+
+
+@dataclass(frozen=True)
+class Broken:
+    """FedAvg on devices of which some send what cannot be used."""
+
+    inner: FedAvg = FEDAVG
+    method: str = "broken"
+    fault: str = "nan"
+
+    def start(self, before, plan, layout):
+        return self.inner.start(before, plan, layout)
+
+    def receive(self, state, w):
+        return self.inner.receive(state, w)
+
+    def step(self, state, gradient, batch, clock):
+        stepped = self.inner.step(state, gradient, batch, clock)
+        return replace(stepped, memory=(torch.tensor([float(len(batch[1]))]),))  # a client is known by its batch size
+
+    def upload(self, state: State) -> Tensor:
+        x = self.inner.upload(state)
+        if float(state.memory[0]) != 3:
+            return x
+        if self.fault == "size":
+            return x[:-1]
+        if self.fault == "shape":
+            return x[None]
+        x = x.clone()
+        x[7] = float(self.fault)
+        return x
+
+    def aggregate(self, w, uploads, shares):
+        return self.inner.aggregate(w, uploads, shares)
+
+    def deployed(self, state):
+        return self.inner.deployed(state)
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("fault", ["nan", "inf", "-inf", "size", "shape"])
+def test_an_upload_that_cannot_be_used_is_refused(pools, fault, workers):
+    """Client 1 has 3 samples, the others 4 and more; only its uploads are broken."""
+    job = make_job([Phase(Broken(fault=fault), 2)], sizes=(12, 3, 8), bits=(32,), names=NAMES)
+    with Inline(job) as inline:
+        engine = inline if workers is None else Workers(pools[workers], job)
+        finished = run(job, engine)
+    word = "shape" if fault in {"size", "shape"} else "not finite"
+    assert [r.startswith("Berta: round ") and word in r for line in finished.lines for r in line["refused"]] == [
+        True
+    ] * 2
+    without = make_job([Phase(FedAvg(), 2)], sizes=(12, 3, 8), bits=(32,))
+    with Inline(without) as engine:
+        w = Layout.of(mlp()).flatten(mlp())
+        for r in range(2):
+            done = sorted(engine.train(r, w, [0, 2]), key=lambda d: d.client)
+            w = FedAvg().aggregate(w, [d.upload for d in done], [1.0, 1.0])
+    assert torch.equal(finished.w, w)
+    with Inline(replace(job, on_bad_upload="stop")) as engine, pytest.raises(Failed, match="Berta"):
+        run(replace(job, on_bad_upload="stop"), engine)
+
+
+def spikes(outputs: Tensor, targets: Tensor) -> Tensor:
+    """A finite loss whose gradient is infinite (sqrt at 0)."""
+    return (outputs * 0).sum().abs().sqrt() + outputs.square().mean()
+
+
+def test_a_client_that_sends_nothing_is_screened_too():
+    """Local training whose last step ends in NaN must not keep that state."""
+    job = make_job(local(2), sizes=(8,), bits=(2,), loss=spikes, local_steps=1)
+    with Inline(job) as engine:
+        w = Layout.of(mlp()).flatten(mlp())
+        (done,) = engine.train(0, w, [0])
+        assert "not finite" in done.fault
+        assert torch.isfinite(engine.deployed(0, w, 0).x).all()
+
+
+# --- dead workers, interruptions ---
+
+
+def test_a_worker_that_is_killed_is_reported_with_its_clients_and_the_run_resumes(pools, tmp_path):
+    job = make_job(recipe(), sizes=SIZES, names=("A", "B", "C", "D", "E"), checkpoint_every=1)
+    reference, models = run_inline(job)
+    with Pool(2) as pool:
+        engine = Workers(pool, job)
+
+        def kill(progress):
+            if progress.round == 4:
+                os.kill(pool.processes[1].pid, signal.SIGKILL)
+
+        with pytest.raises(WorkerDied, match=r"worker 1 died \(exit code -9\) with B, D$"):
+            run(job, engine, checkpoints=Checkpoints(tmp_path, "f"), watch=kill)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["round-000004"]
+    engine = Workers(pools[1], job)  # and with another number of workers
+    finished = run(job, engine, checkpoints=Checkpoints(tmp_path, "f"))
+    others = final_models(job, engine, finished.w)
+    assert torch.equal(finished.w, reference.w)
+    assert same(models, others)
+    assert timeless(finished.lines) == timeless(reference.lines)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 7])
+@pytest.mark.parametrize("stop", [1, 3, 5, 7])
+def test_a_run_stopped_after_any_round_goes_on_to_the_same_end(tmp_path, stop, every):
+    """Metrics too: the loss and the refusals of a line cover rounds before and after the stop."""
+    job = make_job(
+        recipe(), data=poisoned((12, 8, 20)), loss=bomb, sample=0.67, evaluate_every=4, checkpoint_every=every
+    )
+    whole, models = run_inline(job)
+    checkpoints = Checkpoints(tmp_path, "f")
+    rounds = []
+    with Inline(job) as engine, pytest.raises(Stopped, match=f"after round {stop} of 8"):
+        run(job, engine, checkpoints=checkpoints, watch=lambda p: rounds.append(p.round),
+            should_stop=lambda: len(rounds) == stop - 1)  # fmt: skip
+    assert checkpoints.load(len(whole.w))[0] == stop
+    with Inline(job) as engine:
+        finished = run(job, engine, checkpoints=checkpoints)
+        others = final_models(job, engine, finished.w)
+    assert torch.equal(finished.w, whole.w)
+    assert same(models, others)
+    assert timeless(finished.lines) == timeless(whole.lines)
+
+
+def test_a_bug_in_a_worker_keeps_its_traceback(pools):
+    job = make_job([Phase(FedAvg(), 1)], loss=broken_loss)
+    engine = Workers(pools[1], job)
+    with pytest.raises(RuntimeError, match=r"(?s)worker 0 failed.*in broken_loss.*KeyError"):
+        run(job, engine)
+    finished, _ = on_workers(pools[1], make_job([Phase(FedAvg(), 1)]))  # and the worker is still there
+    assert finished.lines
+
+
+def broken_loss(outputs, targets):
+    raise KeyError("a bug of ours")
+
+
+# --- what is written ---
+
+
+def test_metrics_by_hand():
+    job = make_job([Phase(FedAvg(), 1), Phase(Local(), 1), Phase(FineTune(), 1)], sizes=(12, 12), bits=(2, 32))
+    job = replace(job, local_steps=4, batch=4)
+    finished, models = run_inline(job)
+    first, second, third = finished.lines
+    assert [line["method"] for line in finished.lines] == ["fedavg", "local", "finetune"]
+    assert [line["step"] for line in finished.lines] == [4, 8, 12]
+    assert [line["epoch"] for line in finished.lines] == [4 / 3, 8 / 3, 4]
+    assert [line["upload_bytes"] for line in finished.lines] == [4 * len(finished.w), 0, 0]
+    assert first["clients"]["bits"] == [32, 32]
+    assert third["clients"]["bits"] == [2, 32]
+    assert third["bits"] == 17
+    rest = 4 * (len(finished.w) - 64)
+    assert third["clients"]["bytes"] == [64 * 2 // 8 + 16 + rest, 4 * len(finished.w)]
+    module = mlp().eval()
+    layout = Layout.of(module)
+    accuracies = []
+    for i in range(2):
+        layout.load(module, models[i][: layout.size])
+        test = job.parts[i].test(job.data)
+        accuracies.append(int((module(test.inputs).argmax(1) == test.targets).sum()) / len(test))
+    assert third["clients"]["test"] == accuracies
+    assert third["test"] == pytest.approx(sum(accuracies) / 2)
+    assert second["phase"] == 1
