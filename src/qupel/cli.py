@@ -130,7 +130,7 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     note = results[0]["data_note"]
-    said = "" if one else tables.sentence(rows, max(r.model_bytes for r in rows)) + "\n"
+    said = "" if one else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows)) + "\n"
     write_json(folder / "summary.json", [asdict(r) for r in rows])
     write_atomic(folder / "summary.md", tables.markdown(head, body) + (f"\n{note}\n" if note else "") + f"\n{said}")
     seeds = len({r["seed"] for r in results})
@@ -280,6 +280,10 @@ def main() -> None:
         app(standalone_mode=True)
     except UserError as e:
         err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
+        sys.exit(2)
+    except OSError as e:  # a full disk, a folder that may not be written: the last checkpoint is intact
+        where = f" ({e.filename})" if e.filename else ""
+        err.print(f"error: {e.strerror or e}{where}", style="red", highlight=False, soft_wrap=True, markup=False)
         sys.exit(2)
     except (Failed, WorkerDied) as e:
         err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)

@@ -38,11 +38,13 @@ for _cls in (*_SCHEMA, Quantizer, SGD, Adam, Schedule, Travel, Follow):
 
 _SCHEDULES = {"eta1", "eta2", "eta3", "lam", "lam_c", "lambda_p"}
 
+_BRANCHES = {"constrained-int", "str", *(c.__name__ for c in (SGD, Adam, Schedule, Travel, Follow))}
+
 Bits = Annotated[int, Field(ge=1, le=32)]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class DataConfig(Strict):
@@ -105,6 +107,8 @@ def _constants(table: dict[str, Any]) -> dict[str, Any]:
 class MethodConfig(Settings):
     """A recipe with its settings, or phases written out."""
 
+    model_config = ConfigDict(allow_inf_nan=False)
+
     recipe: str | None = None
     phases: tuple[PhaseConfig, ...] | None = None
     bits: Bits | tuple[Bits, ...] | None = Field(None, description="in place of the run's bits")
@@ -114,6 +118,13 @@ class MethodConfig(Settings):
     def _known(cls, value: str | None) -> str | None:
         if value is not None and value not in RECIPES:
             raise ValueError(f"unknown recipe {value!r}; allowed: {', '.join(RECIPES)}")
+        return value
+
+    @field_validator("bits")
+    @classmethod
+    def _bits(cls, value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+        if value is not None:
+            check_bits(value)
         return value
 
 
@@ -167,6 +178,8 @@ class Config(Strict):
 
 
 def check_bits(value: int | Sequence[int]) -> None:
+    if value == ():
+        raise ValueError("at least one number of bits is needed")
     for b in [value] if isinstance(value, int) else value:
         if not (1 <= b <= 8 or b == 32):
             raise ValueError(f"bits = {b}: allowed are 1 to 8, and 32 for full precision")
@@ -192,11 +205,19 @@ def load(path: Path, overrides: Sequence[str] = (), defaults: dict[str, Any] | N
 
 
 def validate(raw: dict[str, Any], where: str) -> Config:
-    shared = raw.pop("settings", {})
-    for name, method in raw.get("methods", {}).items():
-        if isinstance(method, dict):
-            preset = RECIPES[method["recipe"]].defaults if method.get("recipe") in RECIPES else {}
-            raw["methods"][name] = {**shared, **preset, **method}
+    raw = dict(raw)
+    shared, methods = raw.pop("settings", {}), raw.get("methods", {})
+    for key, table in (("settings", shared), ("methods", methods)):
+        if not isinstance(table, dict):
+            raise UserError(f"{where}: {key}: a table is needed, not {table!r}")
+    merged = {}
+    for name, method in methods.items():
+        preset: dict[str, object] = {}
+        if isinstance(method, dict) and isinstance(method.get("recipe"), str) and method["recipe"] in RECIPES:
+            preset = RECIPES[method["recipe"]].defaults
+        merged[name] = {**shared, **preset, **method} if isinstance(method, dict) else method
+    if methods:
+        raw["methods"] = merged
     try:
         # through JSON: strict about types, yet lists are tuples and strings are paths, as in TOML
         return Config.model_validate_json(json.dumps(raw, default=str))
@@ -231,20 +252,32 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def explain(error: ValidationError) -> str:
     """The first problem in one line: where, what, and what is allowed."""
     first = error.errors()[0]
-    skip = {"QuPeL", "Local", "function-wrap[validate]"}
-    where = ".".join(str(part) for part in first["loc"] if str(part) not in skip) or "config"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    where = _path(first["loc"])
+    others = {_path(e["loc"]) for e in error.errors()} - {where}
+    more = f" (and {len(others)} more)" if others else ""
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
         key = str(first["loc"][-1])
-        near = difflib.get_close_matches(key, sorted(_all_keys()), 3)
-        message = f"unknown key {key!r}" + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "")
-        return f"{where}: {message}{more}"
+        near = difflib.get_close_matches(key, sorted(_all_keys() - {key}), 3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        if len(first["loc"]) == 1 and key in Settings.model_fields:
+            hint = "; it belongs in [settings] or in a method"
+        return f"{where}: unknown key {key!r}{hint}{more}"
     if first["type"] == "missing":
         return f"{where}: missing{more}"
     given = first.get("input")
     shown = "" if isinstance(given, dict) or repr(given) in message else f", not {given!r}"
     return f"{where}: {message[0].lower()}{message[1:]}{shown}{more}"
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """Where a problem is, in the words of the file: without what pydantic adds for the branches of a union."""
+    path: list[str] = []
+    for k, part in enumerate(loc):
+        made = str(part) in _BRANCHES or "[" in str(part) or (k > 1 and loc[k - 1] == "method")
+        if (k == 1 and loc[0] == "methods") or not made:
+            path.append(str(part))
+    return ".".join(path) or "config"
 
 
 def _all_keys() -> set[str]:

@@ -164,5 +164,6 @@ def sentence(table: Sequence[Row], full_bytes: float) -> str:
         word = "above" if difference > 0 else "below"
         sure = "" if r.p is None or r.p < 0.05 else " (not significant)"
         parts.append(f"{abs(difference):.1f} points {word} {r.label}{sure}")
-    small = full_bytes / first.model_bytes
-    return f"{first.label} ends {', '.join(parts)}, with models 1/{small:.0f} of the full-precision size."
+    ratio = full_bytes / first.model_bytes
+    small = f", with models 1/{ratio:.0f} of the full-precision size" if ratio >= 1.5 else ""
+    return f"{first.label} ends {', '.join(parts)}{small}."
