@@ -266,7 +266,7 @@ def explain(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{where}: missing{more}"
     given = first.get("input")
-    shown = "" if isinstance(given, dict) or repr(given) in message else f", not {given!r}"
+    shown = "" if isinstance(given, dict) or first["type"] == "value_error" else f", not {given!r}"
     return f"{where}: {message[0].lower()}{message[1:]}{shown}{more}"
 
 

@@ -1,0 +1,270 @@
+"""Configs: strict, explained in one line; presets are the paper's numbers."""
+
+import math
+
+import pytest
+
+from qupel import config as configs
+from qupel import experiment
+from qupel.algorithms import BinaryRelax, FedAvg, FineTune, Local, PostTraining, ProxQuant, QuPeL
+from qupel.errors import UserError
+from qupel.optim import SGD, Adam
+from qupel.recipes import RECIPES, Budget, Settings
+from qupel.schedule import Schedule, Travel
+
+BASE = '[methods.QuPeL]\nrecipe = "qupel"\n'
+
+
+def parse(*overrides, text=BASE, **options):
+    return configs.parse(text, "file.toml", overrides, **options)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("nothing=1", "nothing: unknown key 'nothing'"),
+        ("round=3", "unknown key 'round'; did you mean 'rounds'"),
+        ("eta1=0.1", "unknown key 'eta1'; it belongs in [settings] or in a method"),
+        ("methods.QuPeL.etta1=1", "methods.QuPeL.etta1: unknown key 'etta1'; did you mean 'eta1'"),
+        ("settings.foo=1", "unknown key 'foo'"),
+        ("split.kinds='iid'", "split.kinds: unknown key 'kinds'; did you mean 'kind'"),
+        ("bits=0", "bits: input should be greater than or equal to 1, not 0"),
+        ("bits=9", "bits = 9: allowed are 1 to 8, and 32"),
+        ("bits=[2, 31]", "bits = 31: allowed"),
+        ("bits=[]", "bits: at least one"),
+        ("bits=2.5", "bits: input should be a valid integer, not 2.5"),
+        ("bits=true", "bits: input should be a valid integer, not True"),
+        ("bits='two'", "bits: "),
+        ("methods.QuPeL.bits=9", "methods.QuPeL.bits: bits = 9: allowed"),
+        ("methods.QuPeL.bits=[]", "methods.QuPeL.bits: at least one"),
+        ("rounds=0", "rounds: input should be greater than or equal to 1, not 0"),
+        ("rounds='3'", "rounds: input should be a valid integer, not '3'"),
+        ("rounds=3.5", "rounds: input should be a valid integer, not 3.5"),
+        ("sample=0", "sample: input should be greater than 0, not 0"),
+        ("sample=1.5", "sample: input should be less than or equal to 1, not 1.5"),
+        ("sample=nan", "sample: "),
+        ("weighted=1", "weighted: input should be a valid boolean, not 1"),
+        ("seeds=3", "seeds: input should be a valid array, not 3"),
+        ("seeds=[]", "seeds: at least one"),
+        ("split=3", "split: input should be an object, not 3"),
+        ("split.kind='random'", "split.kind: input should be 'classes', 'dirichlet', 'iid', 'groups' or 'one'"),
+        ("split.alpha=0", "split.alpha: input should be greater than 0"),
+        ("split.validation=1", "split.validation: input should be less than 1"),
+        ("model.name='alexnet'", "model.name: unknown model 'alexnet'; allowed: mlp, "),
+        ("methods=3", "methods: a table is needed, not 3"),
+        ("settings=3", "settings: a table is needed, not 3"),
+        ("methods.QuPeL=3", "methods.QuPeL: input should be an object, not 3"),
+        ("methods.QuPeL.recipe='qupl'", "methods.QuPeL.recipe: unknown recipe 'qupl'; allowed: qupel, "),
+        ("methods.QuPeL.recipe=[]", "methods.QuPeL.recipe: input should be a valid string"),
+        ("methods.QuPeL.eta1=0", "methods.QuPeL.eta1: input should be greater than 0, not 0"),
+        ("methods.QuPeL.eta1='fast'", "methods.QuPeL.eta1: input should be a valid number, not 'fast'"),
+        ("methods.QuPeL.eta1=inf", "methods.QuPeL.eta1: input should be a finite number, not inf"),
+        ("methods.QuPeL.eta1=nan", "methods.QuPeL.eta1: "),
+        ("methods.QuPeL.mode='firm'", "methods.QuPeL.mode: input should be 'hard' or 'soft', not 'firm'"),
+        ("methods.QuPeL.phases=3", "methods.QuPeL.phases: input should be a valid array, not 3"),
+        ("model.name.x=3", "model.name"),
+        ("bits='auto'", 'bits = "auto" needs a budget'),
+        ("on_bad_upload='ignore'", "on_bad_upload: input should be 'refuse' or 'stop'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(override, says):
+    with pytest.raises(UserError) as error:
+        parse(override)
+    assert says in str(error.value)
+    assert str(error.value).startswith("file.toml: ")
+    assert "\n" not in str(error.value)
+    assert "constrained" not in str(error.value)
+
+
+@pytest.mark.parametrize("override", ["rounds", "model.name", ""])
+def test_set_needs_key_and_value(override):
+    with pytest.raises(UserError, match="expected key=value"):
+        parse(override)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rounds = [", "is not TOML"),
+        ("", "methods: missing"),
+        ("methods = {}", "methods: at least one"),
+        ('[[methods.A.phases]]\nrounds = 2\nmethod = "sgd"', "'qupel', 'local', 'fedavg'"),
+        ('[[methods.A.phases]]\nmethod = "qupel"', "methods.A.phases.0.rounds: missing"),
+        ('[[methods.A.phases]]\nrounds = -1\nmethod = "qupel"', "methods.A.phases.0.rounds: input should be"),
+        ('[[methods.A.phases]]\nrounds = 2\nmethod = "local"\nquantizer = {lamm = 3}', "quantizer.lamm: unknown key"),
+        ('[[methods.A.phases]]\nrounds = 2\nmethod = "fedavg"\nlambda_p = 3', "unknown key 'lambda_p'"),
+        ('[[methods.A.phases]]\nrounds = 2\nmethod = "fedavg"\neta1 = "x"', "methods.A.phases.0.method.eta1"),
+    ],
+)
+def test_files_that_are_no_config(text, says):
+    with pytest.raises(UserError) as error:
+        parse(text=text)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        configs.load(tmp_path / "none.toml")
+    with pytest.raises(UserError, match="Is a directory"):
+        configs.load(tmp_path)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not a text file"):
+        configs.load(tmp_path / "binary.toml")
+
+
+def test_set_overrides_and_makes_tables():
+    config = parse("rounds=7", "split.clients=5", "model.name=mlp", "bits=[1, 32]", 'data.folder="some/where"')
+    assert (config.rounds, config.split.clients, config.model.name, config.bits) == (7, 5, "mlp", (1, 32))
+    assert str(config.data.folder) == "some/where"
+    assert parse("methods.QuPeL.eta1=1").methods["QuPeL"].eta1 == 1.0  # an integer is a number
+    assert parse("methods.QuPeL.eta2_drops=[1, 2]").methods["QuPeL"].eta2_drops == (1, 2)
+
+
+def test_settings_are_shared_and_a_methods_own_win():
+    text = "[settings]\neta1 = 0.3\nlambda_p = 0.7\n"
+    text += '[methods.A]\nrecipe = "qupel"\n[methods.B]\nrecipe = "local"\neta1 = 0.2\n'
+    config = parse(text=text)
+    assert (config.methods["A"].eta1, config.methods["B"].eta1) == (0.3, 0.2)
+    assert (config.methods["A"].lambda_p, config.methods["B"].lambda_p) == (0.7, 0.7)
+
+
+def test_a_presets_own_settings_win_over_shared_ones():
+    """[settings] tunes our recipes; the paper's preset stays the paper's unless the method itself says otherwise."""
+    text = '[settings]\nlambda_p = 0.7\n[methods.P]\nrecipe = "qupel-paper"\n'
+    text += '[methods.Q]\nrecipe = "qupel-paper"\nlambda_p = 0.5\n'
+    config = parse(text=text)
+    assert (config.methods["P"].lambda_p, config.methods["Q"].lambda_p) == (0.025, 0.5)
+
+
+def test_defaults_of_a_command_give_way_to_the_file():
+    config = parse("split.clients=3", defaults={"split": {"kind": "one"}, "bits": 2, "rounds": 9})
+    assert (config.split.kind, config.split.clients, config.bits, config.rounds) == ("one", 3, 2, 9)
+    assert parse(text="rounds = 4\n" + BASE, defaults={"rounds": 9}).rounds == 4
+
+
+def test_phases_written_out():
+    text = """
+    [[methods.Own.phases]]
+    rounds = 3
+    method = "fedavg"
+    eta1 = 0.05
+    [[methods.Own.phases]]
+    rounds = 4
+    method = "qupel"
+    eta1 = {start = 0.1, decay = 0.9}
+    lambda_p = 1
+    optimizer = {name = "adam", beta1 = 0.8}
+    quantizer = {lam = {travel = 2.0}, lam_c = {follow = 0.1}, eta2 = 1e-3, mode = "soft"}
+    [[methods.Own.phases]]
+    rounds = 2
+    method = "binaryrelax"
+    lam = inf
+    """
+    first, second, third = parse(text=text).methods["Own"].phases
+    assert first.method == FedAvg(eta1=Schedule(0.05))
+    assert second.rounds == 4
+    assert second.method.eta1 == Schedule(0.1, decay=0.9)
+    assert second.method.lambda_p == Schedule(1)
+    assert second.method.optimizer == Adam(beta1=0.8)
+    assert second.method.quantizer.lam == Travel(2.0)
+    assert second.method.quantizer.eta2 == Schedule(1e-3)
+    assert third.method.lam(1) == math.inf
+
+
+def test_either_recipe_or_phases():
+    text = '[methods.A]\nrecipe = "local"\nphases = [{rounds = 1, method = "fedavg"}]\n'
+    for t in (text, "[methods.A]\neta1 = 0.1\n"):
+        config = parse(text=t)
+        with pytest.raises(UserError, match="either recipe or phases"):
+            experiment.build_job(config, experiment.cells(config)[0])
+
+
+def test_cells():
+    text = '[methods."A b"]\nrecipe = "local"\n[methods.C]\nrecipe = "local"\n'
+    config = parse("seeds=[0, 7]", text=text)
+    assert [c.name for c in experiment.cells(config)] == ["A-b-s0", "C-s0", "A-b-s7", "C-s7"]
+    with pytest.raises(UserError, match="each once"):
+        experiment.cells(parse("seeds=[1, 1]"))
+    with pytest.raises(UserError, match="punctuation"):
+        experiment.cells(parse(text='[methods."A b"]\nrecipe = "local"\n[methods."A-b"]\nrecipe = "local"\n'))
+
+
+def test_a_job_follows_its_config():
+    config = parse("split.clients=5", "split.train_per_client=8", "bits=[1, 3, 32]", "model.name=mlp", "batch=4",
+                   "sample=0.5", "weighted=true", "local_steps=6")  # fmt: skip
+    job = experiment.build_job(config, experiment.cells(config)[0])
+    assert [list(plan.values()) for plan in job.plans] == [[2], [8], [], [2], [8]]  # 3.weight, repeated as needed
+    assert [len(p.train_rows) for p in job.parts] == [8] * 5
+    assert (job.batch, job.sample, job.weighted, job.local_steps, job.steps_per_epoch) == (4, 0.5, True, 6, 2)
+    assert job.rounds == config.rounds
+    chosen = experiment.build_job(parse("model.layers=['1']", "model.name=mlp", "bits=2"), experiment.Cell("QuPeL", 0))
+    assert set(chosen.plans[0]) == {"1.weight"}
+
+
+# --- presets: MATH.md's table ---
+
+PAPER = Budget(rounds=1750, local_steps=10, epoch_steps=50)  # 350 epochs of 50 steps, tau 10
+
+
+def preset(name, **over):
+    config = parse(text=f'[methods.P]\nrecipe = "{name}"\n')
+    method = config.methods["P"]
+    return RECIPES[name].phases(method.model_copy(update=over), PAPER)
+
+
+@pytest.mark.parametrize("name", ["qupel-corrected", "qupel-paper"])
+def test_the_papers_federated_settings(name):
+    main, tail = preset(name)
+    q, f = main.method, tail.method
+    assert isinstance(q, QuPeL)
+    assert isinstance(f, FineTune)
+    assert (main.rounds, tail.rounds) == (1500, 250)  # 300 and 50 epochs
+    assert q.optimizer == f.optimizer == SGD(weight_decay=1e-4)
+    for epoch in (1, 2, 100, 300):
+        assert q.eta1(epoch) == pytest.approx(0.1 * 0.99 ** (epoch - 1))
+        assert q.quantizer.lam(epoch) == pytest.approx(1e-6 * epoch)
+    assert f.eta1(1) == pytest.approx(0.1 * 0.99**300)  # goes on where QuPeL stopped
+    assert [q.quantizer.eta2(e) for e in (1, 120, 121, 180, 181)] == pytest.approx([1e-4, 1e-4, 1e-5, 1e-5, 1e-6])
+    assert f.eta2(1) == pytest.approx(1e-6)
+    for method in (q, f):
+        assert method.lambda_p(1) == 0.025
+        assert method.eta3(1) == pytest.approx(5.0)
+    assert q.quantizer.lam_c is None  # the same lambda for the centers
+    assert (q.quantizer.mode, q.quantizer.gradient, q.quantizer.init) == ("hard", "sum", "paper")
+    assert f.gradient == "sum"
+
+
+def test_corrected_and_printed_differ_in_signs_and_steps_only():
+    (a, _), (b, _) = preset("qupel-corrected"), preset("qupel-paper")
+    assert (a.method.as_printed, b.method.as_printed) == (False, True)
+    assert (a.method.quantizer.rule, b.method.quantizer.rule) == ("exact", "paper")
+    printed = parse(text='[methods.P]\nrecipe = "qupel-paper"\n').methods["P"]
+    assert printed.steps_per_round(10) == 9  # synchronizes instead of stepping
+    assert Settings().steps_per_round(10) == 10
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_spends_the_budget(name):
+    phases = preset(name)
+    assert sum(p.rounds for p in phases) == PAPER.rounds
+
+
+def test_recipes_are_made_of_their_methods():
+    kinds = {name: [type(p.method) for p in preset(name)] for name in RECIPES}
+    assert kinds["qupel"] == [FedAvg, QuPeL, FineTune]
+    assert kinds["local"] == [Local, FineTune]
+    assert kinds["fedavg"] == [FedAvg]
+    assert kinds["fedavg-finetune"] == [FedAvg, Local]
+    assert kinds["proxquant"] == [ProxQuant, FineTune]
+    assert kinds["binaryrelax"] == [BinaryRelax, BinaryRelax]
+    assert kinds["ptq-range"] == kinds["ptq-kmeans"] == [PostTraining]
+    assert math.isinf(preset("binaryrelax")[1].method.lam(1))
+    assert preset("proxquant")[1].method.eta2(1) == 0  # its centers never move
+    assert preset("local")[1].method.lambda_p is None
+
+
+def test_a_budget_with_no_round_for_the_main_phase_is_refused():
+    config = parse("rounds=1", "methods.QuPeL.warmup=0.9", "methods.QuPeL.finetune=0.0")
+    with pytest.raises(UserError, match="leave no round"):
+        experiment.build_job(config, experiment.cells(config)[0])
