@@ -207,11 +207,12 @@ def test_predict_refusals(exported, tmp_path):
 
 def test_plan(run):
     said = call("plan", "cnn5", "--budget", "300KiB", "--budget", "64KiB")
-    assert "300.0 KiB: 2 bits everywhere" in said
+    assert "300.0 KiB: 2-bit layers" in said
     assert "even 1 bit takes" in said
     assert max(map(len, said.splitlines())) <= 80
     said = call("plan", run / "cells/QuPeL-s0/models/client-001.safetensors", "--budget", "30kB", "--all-layers")
     assert "layer by layer" in said
+    assert "even 1 bit takes" in call("plan", "cnn5", "--budget", "9KiB", code=2)
     assert "neither a model" in call("plan", "nothing", "--budget", "30kB", code=2)
     assert "such as 3x32x32" in call("plan", "mlp", "--input", "big", "--budget", "30kB", code=2)
     assert "size 'x'" in call("plan", "mlp", "--budget", "x", code=2)

@@ -235,33 +235,36 @@ def plan(
     module, about = _planned(model, shape, classes)
     layers = Layout.of(module).weights if all_layers else None
     planner = Planner(module, layers=layers, about=about, rest=rest)
-    table = Table("bits", *map(str, WIDTHS), title=f"{escape(model)}: bytes at most", title_justify="left")
-    table.add_row("KiB", *[f"{planner.bytes(b) / 1024:.1f}" for b in WIDTHS])
+    table = Table("bits", *map(str, WIDTHS), title=f"{escape(model)}: file at most", title_justify="left")
+    sizes = [planner.bytes(b) / 1024 for b in WIDTHS]
+    table.add_row("KiB", *[f"{size:.1f}" if size < 100 else f"{size:.0f}" for size in sizes])
     out.print(table)
+    refused = []
     for size in budgets:
         try:
-            found = planner.fit(size)
+            _show_plan(planner.fit(size))
         except UserError as error:
-            out.print(escape(str(error)), style="red", highlight=False)
-            continue
-        _show_plan(found)
+            refused.append(error)
+            if len(budgets) > 1:
+                out.print(f"\n{escape(str(error))}", style="red", highlight=False)
+    if len(refused) == len(budgets):
+        raise refused[0]
 
 
 def _show_plan(found: BudgetPlan) -> None:
-    uniform = f"{found.uniform} bits" if found.uniform <= 8 else "full precision"
-    out.print(
-        f"\n[bold]{_kib(found.budget)}[/bold]: {uniform} everywhere, {_kib(found.uniform_bytes)}", highlight=False
-    )
+    uniform = f"{found.uniform}-bit layers" if found.uniform <= 8 else "full precision"
+    size = _kib(found.uniform_bytes)
+    out.print(f"\n[bold]{_kib(found.budget)}[/bold]: {uniform}, {size}; or layer by layer, {_kib(found.bytes)},")
+    errors = f"{found.error:.2g} instead of {found.uniform_error:.2g}"
+    out.print(f"with an error of the weights of {errors}:", highlight=False)
     by_bits: dict[int, list[str]] = {}
     for name, bits in found.bits.items():
         by_bits.setdefault(bits, []).append(name.removesuffix(".weight"))
-    out.print(
-        f"  or layer by layer, {_kib(found.bytes)}, error of the weights {found.error:.2g} "
-        f"instead of {found.uniform_error:.2g}:",
-        highlight=False,
-    )
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(justify="right")
     for bits, names in sorted(by_bits.items()):
-        out.print(f"  {bits:>4} bits: {escape(', '.join(names))}", highlight=False)
+        grid.add_row(f"  {bits}-bit", escape(", ".join(names)))
+    out.print(grid, highlight=False)
 
 
 _USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28)}
