@@ -65,6 +65,7 @@ class Settings(BaseModel):
     # the federation
     lambda_p: float = Field(0.4, ge=0, description="pull between personal and global model")
     coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
+    let_go: bool = Field(True, description="lambda_p falls to 0 along a half cosine after the warm-up")
     as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
     # phases, as shares of the rounds
     warmup: float = Field(0.5, ge=0, lt=1, description="FedAvg first")
@@ -92,8 +93,9 @@ class Settings(BaseModel):
         """The paper's listing synchronizes instead of stepping when tau divides t: tau - 1 steps a round."""
         return tau - 1 if self.as_printed else tau
 
-    def eta3(self) -> Schedule:
-        return Schedule(self.coupling / self.lambda_p if self.lambda_p else 0.0)
+    def tie(self, rounds: int, budget: Budget) -> Schedule:
+        """lambda_p over the last `rounds` rounds of a run."""
+        return Schedule(self.lambda_p, cosine=budget.epochs(rounds) if self.let_go else 0)
 
     def quantizer(self, eta2: Schedule) -> Quantizer:
         return Quantizer(
@@ -119,7 +121,7 @@ def split_rounds(s: Settings, b: Budget, *, warmup: bool = True) -> tuple[int, i
     return first, b.rounds - first - last, last
 
 
-def _tail(s: Settings, b: Budget, done: int, rounds: int, lambda_p: float | None, eta2: Schedule) -> list[Phase]:
+def _tail(s: Settings, b: Budget, done: int, rounds: int, tie: Schedule | None, eta2: Schedule) -> list[Phase]:
     """The fine-tuning phase, its schedules going on where the phase before it stopped."""
     if rounds == 0:
         return []
@@ -127,8 +129,8 @@ def _tail(s: Settings, b: Budget, done: int, rounds: int, lambda_p: float | None
     method = FineTune(
         eta1=s.x_schedule(b).later(epochs),
         eta2=eta2.later(epochs),
-        eta3=s.eta3(),
-        lambda_p=None if lambda_p is None else Schedule(lambda_p),
+        lambda_p=tie,
+        coupling=s.coupling,
         optimizer=s.x_optimizer(),
         gradient=s.center_gradient,
         clip=s.clip,
@@ -141,15 +143,16 @@ def qupel(s: Settings, b: Budget) -> list[Phase]:
     first, main, last = split_rounds(s, b)
     eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
     phases = [Phase(FedAvg(eta1=eta1, optimizer=s.x_optimizer()), first)] if first else []
+    tie = s.tie(main + last, b)
     method = QuPeL(
         eta1=eta1.later(skipped),
-        eta3=s.eta3(),
-        lambda_p=Schedule(s.lambda_p),
+        lambda_p=tie,
+        coupling=s.coupling,
         optimizer=s.x_optimizer(),
         quantizer=s.quantizer(eta2.later(skipped)),
         as_printed=s.as_printed,
     )
-    return [*phases, Phase(method, main), *_tail(s, b, first + main, last, s.lambda_p, eta2)]
+    return [*phases, Phase(method, main), *_tail(s, b, first + main, last, tie.later(b.epochs(main)), eta2)]
 
 
 def local(s: Settings, b: Budget) -> list[Phase]:
@@ -212,7 +215,7 @@ _PAPER: dict[str, object] = {
     "lambda_p": 0.025,
 }
 _PAPER |= {"eta1": 0.1, "eta1_cosine": False, "eta1_decay": 0.99, "weight_decay": 1e-4, "coupling": 0.125}
-_PAPER |= {"init": "paper", "center_gradient": "sum", "follow": None, "warmup": 0.0, "finetune": 1 / 7}
+_PAPER |= {"let_go": False, "init": "paper", "center_gradient": "sum", "follow": None, "warmup": 0.0, "finetune": 1 / 7}
 
 RECIPES: dict[str, Recipe] = {
     "qupel": Recipe("QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel, {}),

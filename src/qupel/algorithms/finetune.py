@@ -23,7 +23,7 @@ from qupel.schedule import Clock, Schedule
 class FineTune:
     """c - eta2 sum_{S_j} df/dx (or the mean over S_j), x = c[frozen codes];  the rest: x - eta1 (g + lambda_p (x - w)).
 
-    lambda_p None: no federation, nothing is sent. A client without a codebook goes on at full precision.
+    lambda_p None: no federation, nothing is sent; `coupling` as in QuPeL. A client without a codebook goes on at full precision.
     """
 
     method: Literal["finetune"] = "finetune"
@@ -31,6 +31,7 @@ class FineTune:
     eta2: Schedule = Schedule(1e-4)
     eta3: Schedule = Schedule(5.0)
     lambda_p: Schedule | None = None
+    coupling: float | None = None
     optimizer: Optimizer = SGD()
     gradient: Literal["sum", "mean"] = "sum"
     clip: float | None = None
@@ -55,13 +56,14 @@ class FineTune:
             if self.clip is not None:
                 h = h.clamp(-self.clip, self.clip)
             moved.append(c - eta2 * h)
+        share = eta3 * lambda_p if self.coupling is None else self.coupling
         if lambda_p:
             g = g.add_(s.x - s.w, alpha=lambda_p)
         x, memory = self.optimizer.step(s.x, g, s.memory, eta1)
         for slot, c, k in zip(s.codebook.slots, moved, codes, strict=True):
             x[slot.slice] = c[k]
         codebook = s.codebook.with_centers(c.sort().values for c in moved)
-        w = torch.add(s.w, (x - s.w) * s.codebook.free(len(x)), alpha=eta3 * lambda_p) if lambda_p else s.w
+        w = torch.add(s.w, (x - s.w) * s.codebook.free(len(x)), alpha=share) if self.lambda_p else s.w
         return State(x, w, codebook, memory)
 
     def upload(self, state: State) -> Tensor | None:

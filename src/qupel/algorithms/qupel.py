@@ -22,13 +22,15 @@ from qupel.schedule import Clock, Schedule
 class QuPeL:
     """Minimize (1/n) sum_i f_i(x_i) + f_i(Q~_ci(x_i)) + lambda R(x_i, c_i) + (lambda_p/2) |x_i - w|^2.
 
-    `as_printed` takes the w step with the sign the paper prints, which is ascent; the default is descent.
+    `coupling`, when given, stands for eta3 * lambda_p, the share of x that enters w a step: then lambda_p may fall to 0
+    and let the personal models go while w keeps learning from them. `as_printed` takes the w step with the sign the paper prints, which is ascent; the default is descent.
     """
 
     method: Literal["qupel"] = "qupel"
     eta1: Schedule = Schedule(0.1)
     eta3: Schedule = Schedule(5.0)
     lambda_p: Schedule = Schedule(0.025)
+    coupling: float | None = None
     optimizer: Optimizer = SGD()
     quantizer: Quantizer = Quantizer()
     as_printed: bool = False
@@ -49,7 +51,8 @@ class QuPeL:
         x, codes = q.prox_weights(y, s.codebook, self.eta1, clock)  # line 5
         h = q.center_gradient(gradient, x, s.codebook, codes, batch, clock)  # line 6, at the new x
         x, codebook = q.prox_centers(x, s.codebook, codes, h, self.eta1, clock)  # line 7
-        w = torch.add(s.w, x - s.w, alpha=(-1 if self.as_printed else 1) * eta3 * lambda_p)  # line 8
+        share = eta3 * lambda_p if self.coupling is None else self.coupling
+        w = torch.add(s.w, x - s.w, alpha=-share if self.as_printed else share)  # line 8
         return State(x, w, codebook, memory)
 
     def upload(self, state: State) -> Tensor:
