@@ -103,9 +103,9 @@ _IMAGES = {
     ),
 }
 AVAILABLE: dict[str, str] = {
-    "digits": "1,797 grey handwritten digits of 8x8, 10 classes; comes with scikit-learn, needs no files",
+    "digits": "1,797 grey handwritten digits of 8x8, 10 classes; needs no files",
     **{name: known.line for name, known in _IMAGES.items()},
-    "PATH.npz": "your own arrays: train_inputs, train_targets, test_inputs, test_targets",
+    "PATH.npz": "your own train_inputs, train_targets, test_inputs, test_targets",
 }
 
 
