@@ -1,11 +1,14 @@
 """Models that stay packed in memory."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 from qupel import models
-from qupel.deploy import About
+from qupel.deploy import About, save
 from qupel.deploy.packed import pack_model
 from qupel.deploy.runtime import keep_packed
 from qupel.errors import UserError
@@ -59,3 +62,18 @@ def test_own_module_shared_weights_and_failed_calls():
         empty = Scratch()
     with pytest.raises(UserError, match="'scratch' is not in the file"):
         keep_packed(pack_model(module, codebook), empty)
+
+
+def test_building_from_a_file_takes_little_memory(tmp_path):
+    """In a process of its own: no lazily imported machinery, no dense model on the way."""
+    module, codebook = resnet(2)
+    save(tmp_path / "f", module, codebook, about=About("resnet20", (3, 32, 32), 10))
+    script = (
+        "import sys, torch; from qupel.deploy import keep_packed, load; from qupel.deploy.memory import resident;"
+        "before, modules = resident(), len(sys.modules); keep_packed(load(sys.argv[1]));"
+        "print((resident() - before) / 2**20, len(sys.modules) - modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, tmp_path / "f"], check=True, capture_output=True, text=True)
+    grown, modules = map(float, done.stdout.split())
+    assert grown < 8, done.stdout
+    assert modules < 100, done.stdout

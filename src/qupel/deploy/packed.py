@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from qupel import models
 from qupel.codebook import Codebook
@@ -114,7 +115,7 @@ class Packed:
         if not self.about.input_shape or not self.about.classes:
             raise FormatError("the file does not say the input shape and the number of classes")
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), _NoRandomValues():
                 module = models.build(name, self.about.input_shape, self.about.classes, seed=0)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"no {name} can be built for inputs {self.about.input_shape}: {error}") from None
@@ -129,6 +130,17 @@ class Packed:
                 buffer.zero_()
         self.into(module)
         return module.eval()
+
+
+class _NoRandomValues(TorchFunctionMode):
+    """Initial values are not drawn. On the meta device they mean nothing, yet torch would import 70 MiB of symbolic
+    algebra to draw them, which a small device feels."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"):
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
