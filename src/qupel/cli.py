@@ -144,8 +144,8 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
 
 
 def _table(head: list[str], body: list[list[str]], title: str = "") -> Table:
-    """A table that fits 80 columns: no frame, one blank between columns. The first column is text and may wrap, the others
-    are numbers and never do; a header wider than its numbers breaks at its blanks."""
+    """A table that fits 80 columns: no frame, one blank between columns. The first column is text and may wrap, the
+    rest are numbers and never do; a header wider than its numbers breaks at its blanks."""
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
     for k, name in enumerate(head):
         if k and len(name) > max(len(cells[k]) for cells in body):

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,6 +38,7 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         context = torch.multiprocessing.get_context("spawn")
+        ensure_running()  # else the first start does this, and lets the signals through that are held back
         self.pipes: list[Connection] = []
         self.processes = []
         for k in range(size):
@@ -71,9 +73,9 @@ class Workers:
         cohort = len(job.cohort(0))
         self.w = torch.empty(size).share_memory_()
         self.uploads = [torch.empty(min(cohort, -(-n // k)), size).share_memory_() for _ in range(k)]
-        for j, pipe in enumerate(pool.pipes):
+        for j in range(k):
             mine = range(j, n, k)
-            pipe.send(("job", job, mine, store, scratch, self.w, self.uploads[j]))
+            self._send(j, ("job", job, mine, store, scratch, self.w, self.uploads[j]))
         for _ in self._collect(range(k)):
             pass
 
