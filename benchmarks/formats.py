@@ -51,14 +51,15 @@ def deployed(module: nn.Module, bits: int, layers: tuple[str, ...] | None = None
 
 
 def calibrated(name: str) -> nn.Module:
-    """The network with BatchNorm as after training: any scales and shifts (ones and zeros would flatter zstd), and
+    """The network with biases and BatchNorm as after training, any numbers (ones and zeros would flatter zstd), and
     statistics measured on noise, so that outputs have a usual size."""
     module = models.build(name, (3, 32, 32), 10, seed=0)
     generator = torch.Generator().manual_seed(0)
     for layer in module.modules():
         if isinstance(layer, nn.BatchNorm2d):
             layer.weight.data.uniform_(0.5, 1.5, generator=generator)
-            layer.bias.data.normal_(0, 0.2, generator=generator)
+        if isinstance(layer, nn.BatchNorm2d | nn.Conv2d | nn.Linear) and layer.bias is not None:
+            layer.bias.data.normal_(0, 0.1, generator=generator)
     with torch.no_grad():
         for _ in range(20):
             module(torch.randn(32, 3, 32, 32, generator=generator))

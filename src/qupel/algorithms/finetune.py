@@ -23,7 +23,8 @@ from qupel.schedule import Clock, Schedule
 class FineTune:
     """c - eta2 sum_{S_j} df/dx (or the mean over S_j), x = c[frozen codes];  the rest: x - eta1 (g + lambda_p (x - w)).
 
-    lambda_p None: no federation, nothing is sent; `coupling` as in QuPeL. A client without a codebook goes on at full precision.
+    lambda_p None: no federation, nothing is sent; `coupling` as in QuPeL. A client without a codebook goes on at full
+    precision.
     """
 
     method: Literal["finetune"] = "finetune"

@@ -23,7 +23,8 @@ class QuPeL:
     """Minimize (1/n) sum_i f_i(x_i) + f_i(Q~_ci(x_i)) + lambda R(x_i, c_i) + (lambda_p/2) |x_i - w|^2.
 
     `coupling`, when given, stands for eta3 * lambda_p, the share of x that enters w a step: then lambda_p may fall to 0
-    and let the personal models go while w keeps learning from them. `as_printed` takes the w step with the sign the paper prints, which is ascent; the default is descent.
+    and let the personal models go while w keeps learning from them.
+    `as_printed` takes the w step with the sign the paper prints, which is ascent; the default is descent.
     """
 
     method: Literal["qupel"] = "qupel"
