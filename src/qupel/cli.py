@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from qupel.deploy import commands as deploy
 from qupel.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -272,6 +273,16 @@ def _list(items: dict[str, str]) -> None:
     width = max(map(len, items))
     for name, about in items.items():
         out.print(f"[bold]{name:{width}}[/bold]  {about}", highlight=False)
+
+
+for _command, _name in (
+    (deploy.export, "export"),
+    (deploy.inspect, "inspect"),
+    (deploy.predict, "predict"),
+    (deploy.evaluate_file, "eval"),
+    (deploy.plan, "plan"),
+):
+    app.command(_name)(_command)
 
 
 def main() -> None:
