@@ -9,6 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from qupel.data.sources import AVAILABLE as DATASETS
 from qupel.models import AVAILABLE as MODELS
@@ -124,18 +125,17 @@ def test_train_ends_with_its_table(qupel):
         assert word in out, word
 
 
-def test_a_narrow_terminal_breaks_no_table(tmp_path):
-    """A real process with COLUMNS=80; also the only test of `python -m qupel` with a good config."""
-    (tmp_path / "c.toml").write_text(CONFIG + '[methods."A rather long name of a method"]\nrecipe = "fedavg"\n')
-    done = subprocess.run(
-        [sys.executable, "-m", "qupel", "run", "c.toml", "--out", "r", "--workers", "1"],
-        cwd=tmp_path, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    table = done.stdout.split("mean ± std")[1].splitlines()
+def test_a_narrow_terminal_breaks_no_table(qupel, tmp_path, monkeypatch):
+    """80 columns and a label that is too long: the label wraps, no number is cut."""
+    monkeypatch.setattr(cli, "out", Console(width=80))
+    label = "A rather long name of a method"
+    (tmp_path / "c.toml").write_text(CONFIG + f'[methods."{label}"]\nrecipe = "fedavg"\n')
+    code, out, err = qupel("run", "c.toml", "--out", "r", "--workers", "1", "--set", "split.validation=0.2")
+    assert (code, err) == (0, "")
+    table = out.split("mean ± std")[1].splitlines()
     assert max(map(len, table)) <= 80
-    assert "…" not in done.stdout
-    assert any(line.strip().startswith("Local") and "±" in line for line in table)
+    assert "…" not in out
+    assert sum("±" in line and "kB" in line for line in table) == 3
 
 
 # --- what the user can mend ---

