@@ -51,7 +51,7 @@ def digits_cnn(channels: int = 1, classes: int = 10) -> nn.Module:
 def small_cnn(channels: int = 3, size: int = 32, classes: int = 10) -> nn.Module:
     """A compact CNN for 28x28 or 32x32 images: conv5x5x16, pool, conv5x5x32, pool, fc128, fc64, fc."""
     side = (((size - 4) // 2) - 4) // 2
-    return _he(
+    return nn.Sequential(
         nn.Conv2d(channels, 16, 5),
         nn.MaxPool2d(2),
         nn.ReLU(),
@@ -72,7 +72,7 @@ def cnn5(channels: int = 3, classes: int = 10) -> nn.Module:
 
     797,962 parameters, of which 790,528 (the middle three weights) are quantized.
     """
-    return _he(
+    return nn.Sequential(
         nn.Conv2d(channels, 64, 5),
         nn.MaxPool2d(2),
         nn.ReLU(),

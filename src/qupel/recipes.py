@@ -68,7 +68,7 @@ class Settings(BaseModel):
     let_go: bool = Field(True, description="lambda_p falls to 0 along a half cosine after the warm-up")
     as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
     # phases, as shares of the rounds
-    warmup: float = Field(0.5, ge=0, lt=1, description="FedAvg first")
+    warmup: float = Field(0.7, ge=0, lt=1, description="FedAvg first")
     finetune: float = Field(0.1, ge=0, lt=1, description="fixed assignments last")
 
     def x_optimizer(self) -> Optimizer:
@@ -163,18 +163,26 @@ def local(s: Settings, b: Budget) -> list[Phase]:
     return [Phase(method, main), *_tail(s, b, main, last, None, eta2)]
 
 
+def _fedavg(s: Settings, b: Budget, rounds: int) -> list[Phase]:
+    """FedAvg for this many rounds, cut where QuPeL's warm-up ends: so all of a run's cells share that part's training."""
+    first = min(round(s.warmup * b.rounds), rounds)
+    eta1, optimizer = s.x_schedule(b), s.x_optimizer()
+    rest = FedAvg(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)
+    phases = [Phase(FedAvg(eta1=eta1, optimizer=optimizer), first), Phase(rest, rounds - first)]
+    return [p for p in phases if p.rounds]
+
+
 def fedavg(s: Settings, b: Budget) -> list[Phase]:
     """FedAvg all the way."""
-    return [Phase(FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer()), b.rounds)]
+    return _fedavg(s, b, b.rounds)
 
 
 def fedavg_finetune(s: Settings, b: Budget) -> list[Phase]:
     """FedAvg, then local steps at full precision for the `finetune` share of the rounds."""
     last = round(s.finetune * b.rounds)
     first = b.rounds - last
-    eta1, optimizer = s.x_schedule(b), s.x_optimizer()
-    tuning = Local(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)
-    return [Phase(FedAvg(eta1=eta1, optimizer=optimizer), first), Phase(tuning, last)]
+    tuning = Local(eta1=s.x_schedule(b).later(b.epochs(first)), optimizer=s.x_optimizer())
+    return [*_fedavg(s, b, first), Phase(tuning, last)]
 
 
 def proxquant(s: Settings, b: Budget) -> list[Phase]:
