@@ -108,6 +108,20 @@ def test_qupel_is_algorithm_2(rule, ascent):
     assert (s.codebook.centers[0] - C).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("make", [QuPeL, FineTune])
+@pytest.mark.parametrize("lambda_p", [0.25, 0.0])
+def test_coupling_stands_for_eta3_lambda_p(make, lambda_p):
+    """x is pulled by lambda_p; w takes its share of x whatever lambda_p is. Not given, the share is eta3 lambda_p."""
+    common = {"eta1": Schedule(0.1), "lambda_p": Schedule(lambda_p)}
+    start = state(c=None)
+    given = make(**common, coupling=0.3, eta3=Schedule(99.0)).step(start, gradient, None, CLOCK)
+    x = X - 0.1 * (gradient(X) + lambda_p * (X - W))
+    close(given.x, x)
+    close(given.w, W + 0.3 * (x - W))
+    none = make(**common, eta3=Schedule(2.0)).step(start, gradient, None, CLOCK)
+    close(none.w, W + 2.0 * lambda_p * (x - W))
+
+
 def test_one_qupel_step_in_numbers():
     """Two quantized weights, one center each, everything done by hand."""
     layer = Slot("q", (2,), 0, 2)

@@ -1,6 +1,7 @@
 """Configs: strict, explained in one line; presets are the paper's numbers."""
 
 import math
+from itertools import groupby
 
 import pytest
 
@@ -229,7 +230,8 @@ def test_the_papers_federated_settings(name):
     assert f.eta2(1) == pytest.approx(1e-6)
     for method in (q, f):
         assert method.lambda_p(1) == 0.025
-        assert method.eta3(1) == pytest.approx(5.0)
+        assert method.lambda_p(300) == 0.025
+        assert method.coupling == pytest.approx(5.0 * 0.025)  # eta3 lambda_p
     assert q.quantizer.lam_c is None  # the same lambda for the centers
     assert (q.quantizer.mode, q.quantizer.gradient, q.quantizer.init) == ("hard", "sum", "paper")
     assert f.gradient == "sum"
@@ -251,17 +253,41 @@ def test_every_recipe_spends_the_budget(name):
 
 
 def test_recipes_are_made_of_their_methods():
-    kinds = {name: [type(p.method) for p in preset(name)] for name in RECIPES}
+    kinds = {name: [kind for kind, _ in groupby(type(p.method) for p in preset(name))] for name in RECIPES}
     assert kinds["qupel"] == [FedAvg, QuPeL, FineTune]
     assert kinds["local"] == [Local, FineTune]
     assert kinds["fedavg"] == [FedAvg]
     assert kinds["fedavg-finetune"] == [FedAvg, Local]
     assert kinds["proxquant"] == [ProxQuant, FineTune]
-    assert kinds["binaryrelax"] == [BinaryRelax, BinaryRelax]
+    assert kinds["binaryrelax"] == [BinaryRelax]
     assert kinds["ptq-range"] == kinds["ptq-kmeans"] == [PostTraining]
     assert math.isinf(preset("binaryrelax")[1].method.lam(1))
     assert preset("proxquant")[1].method.eta2(1) == 0  # its centers never move
     assert preset("local")[1].method.lambda_p is None
+
+
+@pytest.mark.parametrize(
+    "name", ["qupel", "local", "fedavg", "fedavg-finetune", "proxquant", "binaryrelax", "ptq-kmeans"]
+)
+def test_step_sizes_go_on_over_the_seams_of_phases(name):
+    """eta1 epoch by epoch over all phases is one half cosine, whatever the phases."""
+    phases = preset(name)
+    values = []
+    for phase in phases:
+        assert phase.rounds * 10 % 50 == 0  # whole epochs
+        values += [phase.method.eta1(e) for e in range(1, phase.rounds * 10 // 50 + 1)]
+    assert values == pytest.approx([0.1 * (1 + math.cos(math.pi * e / 350)) / 2 for e in range(350)])
+
+
+def test_lambda_p_lets_go_over_the_phases_after_the_warm_up():
+    _, main, tail = preset("qupel")
+    epochs = (main.rounds + tail.rounds) // 5
+    values = [main.method.lambda_p(e) for e in range(1, main.rounds // 5 + 1)]
+    values += [tail.method.lambda_p(e) for e in range(1, tail.rounds // 5 + 1)]
+    start = Settings().lambda_p
+    assert values == pytest.approx([start * (1 + math.cos(math.pi * e / epochs)) / 2 for e in range(epochs)])
+    kept = [p.method.lambda_p(7) for p in preset("qupel", let_go=False)[1:]]
+    assert kept == [start, start]
 
 
 def test_a_budget_with_no_round_for_the_main_phase_is_refused():
