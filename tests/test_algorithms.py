@@ -488,6 +488,7 @@ def test_fedavg_by_formula():
     assert torch.equal(fresh.x, X)
     assert torch.equal(fresh.memory[0], torch.zeros(8).double())
     assert torch.equal(method.deployed(fresh).x, X)
+    assert torch.equal(method.deployed(State(X, W)).x, W)  # the average, not a client's own steps
 
 
 # --- the server ---
