@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import nn
 
 from qupel import models
 from qupel.codebook import Codebook, plan_bits, start_codebook
-from qupel.deploy import About, export_coreml, export_onnx, keep_packed, load, save
+from qupel.deploy import About, empty, export_coreml, export_onnx, keep_packed, load, save
 from qupel.deploy.memory import peak, reset_peak, resident
 from qupel.deploy.onnx import session
 from qupel.deploy.packed import pack_model
@@ -38,6 +39,7 @@ LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse
 MEAN, STD = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)
 BATCH = 16
 WIDTH, DEPTH = 1024, 24  # of the MLP whose memory is measured: 24 layers of 1024 x 1024, 25 million weights
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
 Ways = dict[str, Callable[[np.ndarray], np.ndarray]]
 
 
@@ -188,7 +190,7 @@ def memory(way: str, folder: Path) -> dict[str, float]:
     if way.startswith("ONNX"):
         run = run_onnx(folder / ("fp32.onnx" if "fp32" in way else "packed.onnx"), stay="kept" in way)
     else:
-        with torch.device("meta"):
+        with empty():
             module = big_mlp()
         file = load(folder / ("fp32.safetensors" if "fp32" in way else "packed.safetensors"))
         if "kept" in way:
@@ -207,29 +209,20 @@ def memory(way: str, folder: Path) -> dict[str, float]:
     return {"resident MiB": (resident() - before) / mib, "peak MiB": (peak() - before) / mib, "ms": 1000 * seconds}
 
 
-WAYS = (
-    "ONNX fp32",
-    "ONNX decoded at load",
-    "ONNX decoded at load, returning",
-    "ONNX kept packed",
-    "ONNX kept packed, returning",
-    "torch fp32",
-    "torch kept packed",
-    "torch kept packed, returning",
-)
+WAYS = ("ONNX fp32", "ONNX decoded at load", "ONNX kept packed", "torch fp32", "torch kept packed")
+ALLOCATORS = {"default": {}, "returning": {"MALLOC_MMAP_THRESHOLD_": "65536"}}
 
 
 def memories(folder: Path) -> list[dict[str, Any]]:
     make_big(folder)
     rows = []
-    for way in WAYS:
+    for (kind, setting), way in product(ALLOCATORS.items(), WAYS):
         words = [sys.executable, __file__, "--memory", way, "--folder", str(folder)]
-        returning = {"MALLOC_MMAP_THRESHOLD_": "65536"} if "returning" in way else {}
         found = [
-            json.loads(subprocess.run(words, check=True, capture_output=True, env=os.environ | returning).stdout)
+            json.loads(subprocess.run(words, check=True, capture_output=True, env=os.environ | setting).stdout)
             for _ in range(5)
         ]
-        row = {"way": way} | {key: statistics.median(f[key] for f in found) for key in found[0]}
+        row = {"way": way, "malloc": kind} | {key: statistics.median(f[key] for f in found) for key in found[0]}
         rows.append(row | {"largest": max(f["resident MiB"] for f in found)})
         print(rows[-1], flush=True)
     return rows
@@ -258,21 +251,22 @@ def page(rows: list[dict[str, Any]], big: list[dict[str, Any]], about: str) -> s
         cells += [f"{r['load ms']:.1f}", f"{r['ms']:.2f}", f"{r['of fp32 latency']:.2f}"] if "ms" in r else [""] * 3
         cells += [f"{r['max abs error']:.1e}"] if "ms" in r else [""]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    base = {r["way"].split()[0]: r["resident MiB"] for r in big if "fp32" in r["way"]}
+    base = {(r["way"].split()[0], r["malloc"]): r["resident MiB"] for r in big if "fp32" in r["way"]}
     lines += [
         "",
         f"## Memory of a 25-million-weight MLP ({DEPTH} layers of {WIDTH} x {WIDTH}) at 2 bits",
         "",
         "Each in a process of its own (median and largest of 5), beyond what the process had before the model was",
-        "loaded; one input. `returning` is MALLOC_MMAP_THRESHOLD_=65536 in the environment: freed memory goes back to",
-        "the system at once. Without it the C library (glibc) keeps some of what decoding has freed.",
+        "loaded; one input; ratios to fp32 in the same runtime with the same allocator. malloc `returning` is",
+        "MALLOC_MMAP_THRESHOLD_=65536 in the environment: freed memory goes back to the system at once. By default the",
+        "C library (glibc) keeps some of what loading and decoding have freed.",
         "",
-        "| way | resident MiB | largest | of fp32 | peak MiB | ms a run |",
-        "|---|---|---|---|---|---|",
+        "| way | malloc | resident MiB | largest | of fp32 | peak MiB | ms a run |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in big:
-        share = r["resident MiB"] / base[r["way"].split()[0]]
-        cells = [r["way"], f"{r['resident MiB']:.1f}", f"{r['largest']:.1f}", f"{share:.2f}"]
+        share = r["resident MiB"] / base[r["way"].split()[0], r["malloc"]]
+        cells = [r["way"], r["malloc"], f"{r['resident MiB']:.1f}", f"{r['largest']:.1f}", f"{share:.2f}"]
         lines.append("| " + " | ".join([*cells, f"{r['peak MiB']:.1f}", f"{r['ms']:.1f}"]) + " |")
     return "\n".join(lines) + "\n"
 
@@ -286,6 +280,7 @@ def cpu() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
+    parser.add_argument("--again", choices=["memory"], help="measure only memory again; take the rest from the JSON")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -297,7 +292,10 @@ def main() -> None:
     began = time.strftime("%Y-%m-%d")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        rows = [r for m in ("cnn5", "resnet20") for bits in (1, 2, 3) for r in measure(m, bits, folder, repeats)]
+        if given.again:
+            rows = json.loads((RESULTS / "formats.json").read_text())["formats"]
+        else:
+            rows = [r for m in ("cnn5", "resnet20") for bits in (1, 2, 3) for r in measure(m, bits, folder, repeats)]
         big = memories(folder)
     if given.quick:
         return
@@ -308,10 +306,9 @@ def main() -> None:
         f"{began}, {cpu()} (shared; load {load_average} at the end), torch {torch.__version__}, "
         f"ONNX Runtime {onnxruntime.__version__}, {repeats} runs of each, networks of one seed."
     )
-    results = Path(__file__).parent.parent / "docs" / "results"
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "formats.md").write_text(page(rows, big, about))
-    (results / "formats.json").write_text(json.dumps({"about": about, "formats": rows, "memory": big}, indent=1) + "\n")
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / "formats.md").write_text(page(rows, big, about))
+    (RESULTS / "formats.json").write_text(json.dumps({"about": about, "formats": rows, "memory": big}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from qupel import models
-from qupel.deploy import About, save
+from qupel.deploy import About, empty, save
 from qupel.deploy.packed import pack_model
 from qupel.deploy.runtime import keep_packed
 from qupel.errors import UserError
@@ -42,9 +42,9 @@ def test_own_module_shared_weights_and_failed_calls():
             return self.three(self.two(self.one(x)))
 
     module, codebook = deployed(Own(), {"one.weight": 3})
-    with torch.device("meta"):
-        empty = Own()
-    running = keep_packed(pack_model(module, codebook), empty)
+    with empty():
+        blank = Own()
+    running = keep_packed(pack_model(module, codebook), blank)
     with pytest.raises(RuntimeError):
         running(torch.randn(3, 5))
     assert "weight" not in running.one.__dict__
@@ -58,10 +58,10 @@ def test_own_module_shared_weights_and_failed_calls():
             self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     module, codebook = deployed(Scratch(), {})
-    with torch.device("meta"):
-        empty = Scratch()
+    with empty():
+        blank = Scratch()
     with pytest.raises(UserError, match="'scratch' is not in the file"):
-        keep_packed(pack_model(module, codebook), empty)
+        keep_packed(pack_model(module, codebook), blank)
 
 
 def test_building_from_a_file_takes_little_memory(tmp_path):

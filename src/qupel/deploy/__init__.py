@@ -6,7 +6,7 @@ from qupel.deploy.coreml import export_coreml
 from qupel.deploy.file import load, save
 from qupel.deploy.header import FormatError
 from qupel.deploy.onnx import export_onnx
-from qupel.deploy.packed import Packed
+from qupel.deploy.packed import Packed, empty
 from qupel.deploy.predict import open_model
 from qupel.deploy.runtime import keep_packed
 
@@ -16,6 +16,7 @@ __all__ = [
     "FormatError",
     "Packed",
     "Planner",
+    "empty",
     "export_coreml",
     "export_onnx",
     "keep_packed",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,7 +117,7 @@ class Packed:
         if not self.about.input_shape or not self.about.classes:
             raise FormatError("the file does not say the input shape and the number of classes")
         try:
-            with torch.device("meta"), _NoRandomValues():
+            with empty():
                 module = models.build(name, self.about.input_shape, self.about.classes, seed=0)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"no {name} can be built for inputs {self.about.input_shape}: {error}") from None
@@ -141,6 +143,13 @@ class _NoRandomValues(TorchFunctionMode):
         if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_normal_", "kaiming_uniform_"):
             return given["tensor"] if "tensor" in given else args[0]
         return func(*args, **given)
+
+
+@contextmanager
+def empty() -> Iterator[None]:
+    """Networks that are built in this context have shapes but no memory: `with empty(): module = Net()`."""
+    with torch.device("meta"), _NoRandomValues():
+        yield
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

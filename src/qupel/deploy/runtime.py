@@ -18,7 +18,7 @@ from qupel.errors import UserError
 def keep_packed(packed: Packed, module: nn.Module | None = None) -> nn.Module:
     """The network with its quantized layers left packed, for inference only.
 
-    module  your network, which is changed; built under `with torch.device("meta")` it never takes the memory of the
+    module  your network, which is changed; built in `with deploy.empty():` it never takes the memory of the
             dense model. Without it the network that the file names is built that way.
     """
     module = packed.empty_model() if module is None else module
@@ -41,7 +41,7 @@ def keep_packed(packed: Packed, module: nn.Module | None = None) -> nn.Module:
             elif buffer is not None and key == "num_batches_tracked":
                 owner._buffers[key] = torch.zeros((), dtype=buffer.dtype)
             elif buffer is not None and buffer.is_meta:
-                raise UserError(f"{name!r} is not in the file; build the network without the meta device")
+                raise UserError(f"{name!r} is not in the file; build the network outside of empty()")
     return module.eval()
 
 
