@@ -186,7 +186,8 @@ def _fingerprint(job: Job) -> str:
     parts = [repr([asdict(p.method) | {"rounds": p.rounds} for p in job.phases]), repr(job.plans), str(job.seed)]
     parts += [str(job.local_steps), str(job.batch), str(job.sample), str(job.weighted), repr(Layout.of(job.module))]
     digest = hashlib.sha256("\n".join(parts).encode())
-    digest.update(job.data.train.inputs.numpy().tobytes())
+    for tensor in (Layout.of(job.module).flatten(job.module), job.data.train.inputs, job.data.train.targets):
+        digest.update(tensor.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -137,7 +137,7 @@ def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dat
     layout, layers = Layout.of(module), config.model.layers
     plans: list[Plan]
     if bits == "auto":
-        planner = Planner(module, layers=layers, about=describe(config, cell, data, "x" * 20, 0.999999))
+        planner = Planner(module, layers=layers, about=describe(config, cell, data, "x" * 20, 0.999999, 10**9))
         plans = [plan_bits(layout, planner.fit(parse_size(text)).bits) for text in config.budgets()]
     else:
         each = [bits] if isinstance(bits, int) else list(bits)
@@ -145,8 +145,11 @@ def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dat
     return [plans[i % len(plans)] for i in range(clients)]
 
 
-def describe(config: Config, cell: Cell, data: sources.Dataset, client: str, test: float) -> About:
-    """What a client's file says about its model."""
+def describe(
+    config: Config, cell: Cell, data: sources.Dataset, client: str, test: float, allowed: int | None = None
+) -> About:
+    """What a client's file says about its model; `allowed`: the bytes it may have."""
+    budget = {} if allowed is None else {"budget": allowed}
     return About(
         model=config.model.name,
         input_shape=tuple(data.train.inputs.shape[1:]),
@@ -155,7 +158,7 @@ def describe(config: Config, cell: Cell, data: sources.Dataset, client: str, tes
         mean=data.mean,
         std=data.std,
         client=client,
-        extra={"method": cell.label, "seed": cell.seed, "data": data.name, "test": round(test, 6)},
+        extra={"method": cell.label, "seed": cell.seed, "data": data.name, "test": round(test, 6), **budget},
     )
 
 
@@ -309,16 +312,16 @@ def save_models(
     target = folder / "models"
     target.mkdir(exist_ok=True)
     judge, data = Judge(job.module, job.loss), job.data
+    budgets = [parse_size(text) for text in config.budgets()]
     for client in range(len(job.parts)):
         model = engine.deployed(job.rounds - 1, w, client)
         module = judge.load(model.x, job.calibration(client))
         test = line["clients"]["test"][client] if "clients" in line else line["test"]
-        about = describe(config, cell, data, job.name(client), test)
+        allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
+        about = describe(config, cell, data, job.name(client), test, allowed)
         written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
-        allowed = config.budgets()
-        if model.codebook and allowed and written > parse_size(allowed[client % len(allowed)]):
-            budget = allowed[client % len(allowed)]
-            raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {budget}")
+        if allowed is not None and written > allowed:
+            raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {allowed}")
 
 
 def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:

@@ -164,7 +164,7 @@ def local(s: Settings, b: Budget) -> list[Phase]:
 
 
 def _fedavg(s: Settings, b: Budget, rounds: int) -> list[Phase]:
-    """FedAvg for this many rounds, cut where QuPeL's warm-up ends: so all of a run's cells share that part's training."""
+    """FedAvg for this many rounds, cut where QuPeL's warm-up ends, so that all cells of a run share that part."""
     first = min(round(s.warmup * b.rounds), rounds)
     eta1, optimizer = s.x_schedule(b), s.x_optimizer()
     rest = FedAvg(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)

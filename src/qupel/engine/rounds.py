@@ -151,7 +151,7 @@ def metrics(
             line[f"{name}_loss"] = float(np.mean([s.loss for s in scores]))
     if len(judged) <= MANY_CLIENTS:
         line["clients"] = {
-            "test": [value(j.test) for j in judged],
+            "test": [value(j.test) if j.test.count else None for j in judged],
             "bits": [j.bits for j in judged],
             "bytes": [j.bytes for j in judged],
         }

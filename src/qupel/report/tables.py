@@ -45,8 +45,7 @@ def rows(results: Sequence[Result], reference: str | None = None) -> list[Row]:
 def _row(label: str, cells: Sequence[Result], reference: Sequence[Result] | None) -> Row:
     last = [c["lines"][-1] for c in cells]
     means = np.array([100 * line["test"] for line in last])
-    clients = [100 * np.array(line["clients"]["test"]) if "clients" in line else np.array([]) for line in last]
-    bits = [np.array(line["clients"]["bits"]) if "clients" in line else np.array([]) for line in last]
+    clients, bits = zip(*(_clients(line) for line in last), strict=True)
     flat, flat_bits = np.concatenate(clients), np.concatenate(bits)
     chosen = [_selected(c["lines"]) for c in cells]
     tuned = [_before_tuning(c["lines"]) for c in cells]
@@ -69,6 +68,13 @@ def _row(label: str, cells: Sequence[Result], reference: Sequence[Result] | None
         p=p,
         gain=gain,
     )
+
+
+def _clients(line: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(accuracy in percent, bits) of the clients that have test data."""
+    told = line.get("clients", {"test": [], "bits": []})
+    tested = [(100 * a, b) for a, b in zip(told["test"], told["bits"], strict=True) if a is not None]
+    return np.array([a for a, _ in tested]), np.array([b for _, b in tested])
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -96,6 +102,7 @@ def _paired(cells: Sequence[Result], reference: Sequence[Result]) -> tuple[float
         for c in cells
         if c["seed"] in ours
         for a, b in zip(ours[c["seed"]], c["lines"][-1].get("clients", {}).get("test", []), strict=True)
+        if a is not None and b is not None
     ]
     if len(pairs) < 2:
         return None, None
