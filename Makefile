@@ -32,6 +32,7 @@ check: lint types test
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/step_cost.py
+	$(BIN)/python benchmarks/engine.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -30,6 +30,10 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="override a key: --
 Workers = Annotated[int | None, typer.Option(min=1, help="worker processes, one thread each (default: all cores)")]
 Data = Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in --out")]
+BadUpload = Annotated[
+    Literal["refuse", "stop"] | None,
+    typer.Option(help="a client sends what cannot be used: leave it out of the round, or end the run"),
+]
 
 DEMO = """
 seeds = [0, 1, 2]
@@ -68,9 +72,11 @@ def run(
     workers: Workers = None,
     data: Data = None,
     resume: Resume = False,
+    on_bad_upload: BadUpload = None,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
-    _experiment(config, DEMO, {}, out, set or [], workers, data, resume)
+    policy = [f"on_bad_upload={on_bad_upload}"] if on_bad_upload else []
+    _experiment(config, DEMO, {}, out, [*(set or []), *policy], workers, data, resume)
 
 
 @app.command()
@@ -126,7 +132,7 @@ def _rounds(config: Any) -> int:
 
 def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float) -> None:
     from qupel.files import write_atomic, write_json
-    from qupel.report import tables
+    from qupel.report import figures, tables
 
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
@@ -141,7 +147,8 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
             out.print(text)
     if not one:
         out.print(f"[dim]gain: {rows[0].label} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
-    out.print(f"[dim]{seconds:.0f} s; everything is in {folder}[/dim]")
+    figures.comparison_picture(results, rows, folder / "summary.png")
+    out.print(f"[dim]{seconds:.0f} s; everything is in {folder}, a picture in summary.png[/dim]")
 
 
 def _table(head: list[str], body: list[list[str]], title: str = "") -> Table:
