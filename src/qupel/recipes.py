@@ -63,12 +63,12 @@ class Settings(BaseModel):
     init: Literal["paper", "range", "kmeans", "quantile"] = "kmeans"
     carry: bool = False
     # the federation
-    lambda_p: float = Field(0.4, ge=0, description="pull between personal and global model")
+    lambda_p: float = Field(2.0, ge=0, description="pull between personal and global model")
     coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
     let_go: bool = Field(True, description="lambda_p falls to 0 along a half cosine after the warm-up")
     as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
     # phases, as shares of the rounds
-    warmup: float = Field(0.7, ge=0, lt=1, description="FedAvg first")
+    warmup: float = Field(0.8, ge=0, lt=1, description="FedAvg first")
     finetune: float = Field(0.1, ge=0, lt=1, description="fixed assignments last")
 
     def x_optimizer(self) -> Optimizer:
