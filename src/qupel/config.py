@@ -215,7 +215,7 @@ def validate(raw: dict[str, Any], where: str) -> Config:
         preset: dict[str, object] = {}
         if isinstance(method, dict) and isinstance(method.get("recipe"), str) and method["recipe"] in RECIPES:
             preset = RECIPES[method["recipe"]].defaults
-        merged[name] = {**shared, **preset, **method} if isinstance(method, dict) else method
+        merged[name] = {**preset, **shared, **method} if isinstance(method, dict) else method
     if methods:
         raw["methods"] = merged
     try:

@@ -33,8 +33,8 @@ class Budget:
     local_steps: int
     epoch_steps: int
 
-    def epochs(self, rounds: int) -> int:
-        return math.ceil(rounds * self.local_steps / self.epoch_steps)
+    def epochs(self, rounds: int) -> float:
+        return rounds * self.local_steps / self.epoch_steps
 
 
 class Settings(BaseModel):
@@ -112,9 +112,9 @@ class Settings(BaseModel):
         )
 
 
-def split_rounds(s: Settings, b: Budget, *, warmup: bool = True) -> tuple[int, int, int]:
+def split_rounds(s: Settings, b: Budget) -> tuple[int, int, int]:
     """Rounds of warm-up, main phase and fine-tuning."""
-    first = round(s.warmup * b.rounds) if warmup else 0
+    first = round(s.warmup * b.rounds)
     last = round(s.finetune * b.rounds)
     if first + last >= b.rounds:
         raise UserError(f"warmup {s.warmup} and finetune {s.finetune} leave no round of {b.rounds} to the main phase")
@@ -156,11 +156,16 @@ def qupel(s: Settings, b: Budget) -> list[Phase]:
 
 
 def local(s: Settings, b: Budget) -> list[Phase]:
-    """Algorithm 1 at each client, then fine-tuning; plain training where there is no codebook."""
-    _, main, last = split_rounds(s, b, warmup=False)
-    eta2 = s.center_schedule(b)
-    method = Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantizer=s.quantizer(eta2))
-    return [Phase(method, main), *_tail(s, b, main, last, None, eta2)]
+    """Full precision first, then Algorithm 1 at each client, then fine-tuning; plain training for 32 bits."""
+    first, main, last = split_rounds(s, b)
+    eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
+    method = Local(eta1=eta1.later(skipped), optimizer=s.x_optimizer(), quantizer=s.quantizer(eta2.later(skipped)))
+    return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, eta2)]
+
+
+def _alone(s: Settings, b: Budget, rounds: int) -> list[Phase]:
+    """Plain training at full precision, the warm-up of methods that do not communicate."""
+    return [Phase(Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantize=False), rounds)] if rounds else []
 
 
 def _fedavg(s: Settings, b: Budget, rounds: int) -> list[Phase]:
@@ -186,19 +191,20 @@ def fedavg_finetune(s: Settings, b: Budget) -> list[Phase]:
 
 
 def proxquant(s: Settings, b: Budget) -> list[Phase]:
-    """ProxQuant, then fine-tuning of what is not quantized."""
-    _, main, last = split_rounds(s, b, warmup=False)
-    method = ProxQuant(eta1=s.x_schedule(b), lam=s.pull(), optimizer=s.x_optimizer(), init=s.init)
-    return [Phase(method, main), *_tail(s, b, main, last, None, Schedule())]
+    """Full precision first, then ProxQuant, then fine-tuning of what is not quantized."""
+    first, main, last = split_rounds(s, b)
+    eta1 = s.x_schedule(b).later(b.epochs(first))
+    method = ProxQuant(eta1=eta1, lam=s.pull(), optimizer=s.x_optimizer(), init=s.init)
+    return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, Schedule())]
 
 
 def binaryrelax(s: Settings, b: Budget) -> list[Phase]:
-    """BinaryRelax: relaxed, then hard for the `finetune` share of the rounds."""
-    _, main, last = split_rounds(s, b, warmup=False)
+    """Full precision first, then BinaryRelax: relaxed, and hard for the `finetune` share of the rounds."""
+    first, main, last = split_rounds(s, b)
     eta1, optimizer = s.x_schedule(b), s.x_optimizer()
-    relaxed = BinaryRelax(eta1=eta1, optimizer=optimizer)
-    hard = BinaryRelax(eta1=eta1.later(b.epochs(main)), lam=Schedule(math.inf), optimizer=optimizer)
-    return [Phase(relaxed, main), *([Phase(hard, last)] if last else [])]
+    relaxed = BinaryRelax(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)
+    hard = BinaryRelax(eta1=eta1.later(b.epochs(first + main)), lam=Schedule(math.inf), optimizer=optimizer)
+    return [*_alone(s, b, first), Phase(relaxed, main), *([Phase(hard, last)] if last else [])]
 
 
 def _posttraining(init: Literal["range", "kmeans"]) -> Callable[[Settings, Budget], list[Phase]]:
@@ -225,17 +231,19 @@ _PAPER: dict[str, object] = {
 _PAPER |= {"eta1": 0.1, "eta1_cosine": False, "eta1_decay": 0.99, "weight_decay": 1e-4, "coupling": 0.125}
 _PAPER |= {"let_go": False, "init": "paper", "center_gradient": "sum", "follow": None, "warmup": 0.0, "finetune": 1 / 7}
 
+_ALONE: dict[str, object] = {"warmup": 0.5}
+
 RECIPES: dict[str, Recipe] = {
     "qupel": Recipe("QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel, {}),
     "qupel-corrected": Recipe("QuPeL with the paper's settings and corrected signs", qupel, _PAPER),
     "qupel-paper": Recipe(
         "QuPeL exactly as printed, wrong signs included", qupel, _PAPER | {"rule": "paper", "as_printed": True}
     ),
-    "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, {}),
+    "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE),
     "fedavg": Recipe("one shared full-precision model", fedavg, {}),
     "fedavg-finetune": Recipe("FedAvg, then local steps at full precision", fedavg_finetune, {"bits": 32}),
-    "proxquant": Recipe("ProxQuant: weights pulled to fixed centers", proxquant, {}),
-    "binaryrelax": Recipe("BinaryRelax: a latent model slides to its quantization", binaryrelax, {}),
+    "proxquant": Recipe("ProxQuant: weights pulled to fixed centers", proxquant, _ALONE),
+    "binaryrelax": Recipe("BinaryRelax: a latent model slides to its quantization", binaryrelax, _ALONE),
     "ptq-range": Recipe("post-training: nearest point of a min-max grid", _posttraining("range"), {}),
     "ptq-kmeans": Recipe("post-training: k-means centers", _posttraining("kmeans"), {}),
 }

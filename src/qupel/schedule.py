@@ -22,10 +22,15 @@ class Clock:
         """The current epoch, counted from 1 (as in the paper's lambda(t) = 1e-4 t)."""
         return 1 + self.step // self.epoch_steps
 
+    @property
+    def time(self) -> float:
+        """The same with its fraction: 1.5 is half way through the first epoch."""
+        return 1 + self.step / self.epoch_steps
+
 
 @dataclass(frozen=True)
 class Schedule:
-    """value(epoch) = (start + growth * e) * decay^(e-1) * factor^(drops passed) * cosine(e), e = epoch + offset.
+    """value(time) = (start + growth e) decay^(e-1) factor^(drops passed) cosine, e = the epoch at time + offset.
 
     Epochs count from 1. `cosine` > 0: a half cosine from 1 to 0 over that many epochs. A drop at k holds from k + 1 on.
     """
@@ -35,18 +40,18 @@ class Schedule:
     decay: float = 1.0
     drops: tuple[int, ...] = ()
     factor: float = 0.1
-    cosine: int = 0
-    offset: int = 0
+    cosine: float = 0.0
+    offset: float = 0.0
 
-    def __call__(self, epoch: int) -> float:
-        e = epoch + self.offset
+    def __call__(self, time: float) -> float:
+        e = math.floor(time + self.offset + 1e-9)
         value = (self.start + self.growth * e) * self.decay ** (e - 1)
         value *= self.factor ** sum(e > drop for drop in self.drops)
         if self.cosine:
-            value *= 0.5 * (1 + math.cos(math.pi * min(e - 1, self.cosine) / self.cosine))
+            value *= 0.5 * (1 + math.cos(math.pi * min((time + self.offset - 1) / self.cosine, 1)))
         return value
 
-    def later(self, epochs: int) -> Schedule:
+    def later(self, epochs: float) -> Schedule:
         """The same schedule seen from `epochs` epochs later: a phase goes on where the one before it stopped."""
         return replace(self, offset=self.offset + epochs)
 
@@ -70,10 +75,9 @@ class Follow:
 
 @lru_cache(maxsize=64)
 def _total_ramp(eta1: Schedule, steps: int, epoch_steps: int) -> float:
-    """sum over the phase's steps of eta1(epoch) * epoch."""
-    full, rest = divmod(steps, epoch_steps)
-    total = sum(eta1(e) * e * epoch_steps for e in range(1, full + 1))
-    return total + rest * eta1(full + 1) * (full + 1)
+    """sum over the phase's steps of eta1 * epoch."""
+    clocks = (Clock(step, steps, epoch_steps) for step in range(steps))
+    return sum(eta1(clock.time) * clock.epoch for clock in clocks)
 
 
 def half_gap(centers: Tensor) -> float:
@@ -85,14 +89,14 @@ def half_gap(centers: Tensor) -> float:
 def weight_pull(strength: Schedule | Travel, eta1: Schedule, clock: Clock, centers: Tensor) -> float:
     """t = eta1 * lambda of one step for one layer; `prox_weights` moves a weight by t/2."""
     if isinstance(strength, Schedule):
-        return eta1(clock.epoch) * strength(clock.epoch)
+        return eta1(clock.time) * strength(clock.time)
     total = _total_ramp(eta1, clock.steps, clock.epoch_steps)
-    share = eta1(clock.epoch) * clock.epoch / total if total > 0 else 0.0
+    share = eta1(clock.time) * clock.epoch / total if total > 0 else 0.0
     return 2 * strength.travel * half_gap(centers) * share
 
 
 def center_pull(strength: Schedule | Follow, eta2: Schedule, clock: Clock, centers: Tensor, size: int) -> float:
     """t = eta2 * lambda_c of one step for one layer of `size` weights."""
     if isinstance(strength, Schedule):
-        return eta2(clock.epoch) * strength(clock.epoch)
+        return eta2(clock.time) * strength(clock.time)
     return 2 * strength.follow * half_gap(centers) * len(centers) / size

@@ -40,10 +40,10 @@ class BinaryRelax(Alone):
         return codebook.with_centers(_best_centers(y[slot.slice], c) for slot, c in codebook)
 
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        lam = self.lam(clock.epoch)
+        lam = self.lam(clock.time)
         quantized = s.codebook.hard(s.x)
         x = quantized if math.isinf(lam) else (s.x + lam * quantized) / (1 + lam)
-        y, memory = self.optimizer.step(s.x, gradient(x, batch), s.memory, self.eta1(clock.epoch))
+        y, memory = self.optimizer.step(s.x, gradient(x, batch), s.memory, self.eta1(clock.time))
         return replace(s, x=y, codebook=self._project(y, s.codebook), memory=memory)
 
     def deployed(self, state: State) -> Deployed:

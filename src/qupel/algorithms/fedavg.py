@@ -33,7 +33,7 @@ class FedAvg:
         return replace(state, x=w, w=w, memory=self.optimizer.memory(w))
 
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        x, memory = self.optimizer.step(s.x, gradient(s.x, batch), s.memory, self.eta1(clock.epoch))
+        x, memory = self.optimizer.step(s.x, gradient(s.x, batch), s.memory, self.eta1(clock.time))
         return replace(s, x=x, memory=memory)
 
     def upload(self, state: State) -> Tensor:

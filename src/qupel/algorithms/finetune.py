@@ -45,8 +45,8 @@ class FineTune:
         return State(state.x, w, state.codebook, state.memory)
 
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        eta1, eta2, eta3 = (f(clock.epoch) for f in (self.eta1, self.eta2, self.eta3))
-        lambda_p = self.lambda_p(clock.epoch) if self.lambda_p else 0.0
+        eta1, eta2, eta3 = (f(clock.time) for f in (self.eta1, self.eta2, self.eta3))
+        lambda_p = self.lambda_p(clock.time) if self.lambda_p else 0.0
         g = gradient(s.x, batch)
         codes = s.codebook.assign(s.x)  # every weight sits exactly on its center, so this is its frozen assignment
         moved = []

@@ -18,19 +18,23 @@ from qupel.schedule import Clock, Schedule
 
 @dataclass(frozen=True)
 class Local(Alone):
-    """Minimize f(x) + f(Q~_c(x)) + lambda R(x, c) by alternating proximal steps on x and c; deploy Q_c(x)."""
+    """Minimize f(x) + f(Q~_c(x)) + lambda R(x, c) by alternating proximal steps on x and c; deploy Q_c(x).
+
+    quantize = False: full precision whatever the client's plan, the warm-up of a phase that quantizes.
+    """
 
     method: Literal["local"] = "local"
     eta1: Schedule = Schedule(0.1)
     optimizer: Optimizer = SGD()
     quantizer: Quantizer = Quantizer()
+    quantize: bool = True
 
     def start(self, before: State, plan: Plan, layout: Layout) -> State:
-        codebook = self.quantizer.start(before.codebook, before.x, plan, layout)
+        codebook = self.quantizer.start(before.codebook, before.x, plan if self.quantize else {}, layout)
         return State(before.x, before.w, codebook, self.optimizer.memory(before.x))
 
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        q, eta1 = self.quantizer, self.eta1(clock.epoch)
+        q, eta1 = self.quantizer, self.eta1(clock.time)
         g = gradient(s.x, batch)
         g = q.add_weight_gradient(g, gradient, s.x, s.codebook, batch)  # line 2
         y, memory = self.optimizer.step(s.x, g, s.memory, eta1)

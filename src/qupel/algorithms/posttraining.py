@@ -28,7 +28,7 @@ class PostTraining(Alone):
         return State(before.x, before.w, codebook, self.optimizer.memory(before.x))
 
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        x, memory = self.optimizer.step(s.x, gradient(s.x, batch), s.memory, self.eta1(clock.epoch))
+        x, memory = self.optimizer.step(s.x, gradient(s.x, batch), s.memory, self.eta1(clock.time))
         return replace(s, x=x, memory=memory)
 
     def deployed(self, state: State) -> Deployed:

@@ -41,7 +41,7 @@ class ProxQuant(Alone):
         return torch.stack((-s, s))
 
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        y, memory = self.optimizer.step(s.x, gradient(s.x, batch), s.memory, self.eta1(clock.epoch))
+        y, memory = self.optimizer.step(s.x, gradient(s.x, batch), s.memory, self.eta1(clock.time))
         for slot, c in s.codebook:
             y[slot.slice] = prox_weights(y[slot.slice], c, weight_pull(self.lam, self.eta1, clock, c))
         return replace(s, x=y, memory=memory)

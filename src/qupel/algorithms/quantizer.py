@@ -70,7 +70,7 @@ class Quantizer:
         self, gradient: Gradient, x: Tensor, codebook: Codebook, codes: Codes, batch: Batch, clock: Clock
     ) -> Sequence[Tensor]:
         """h = grad_c f(Q~_c(x)), one vector (m,) a layer. No pass is made where no center could move."""
-        if not codebook or self.eta2(clock.epoch) == 0:
+        if not codebook or self.eta2(clock.time) == 0:
             return [torch.zeros_like(c) for c in codebook.centers]
         if self.mode == "hard":
             upstream = gradient(codebook.hard(x, codes), batch)
@@ -94,10 +94,10 @@ class Quantizer:
         self, x: Tensor, codebook: Codebook, codes: Codes, h: Sequence[Tensor], eta1: Schedule, clock: Clock
     ) -> tuple[Tensor, Codebook]:
         """prox of eta2 lambda_c R(x, .) at c - eta2 h. x changes only where `carry` moves weights with their center."""
-        eta2, moved = self.eta2(clock.epoch), []
+        eta2, moved = self.eta2(clock.time), []
         for (slot, c), k, h_layer in zip(codebook, codes, h, strict=True):
             if self.lam_c is None:
-                lam = weight_pull(self.lam, eta1, clock, c) / max(eta1(clock.epoch), 1e-30)
+                lam = weight_pull(self.lam, eta1, clock, c) / max(eta1(clock.time), 1e-30)
                 t = eta2 * lam
             else:
                 t = center_pull(self.lam_c, self.eta2, clock, c, slot.size)

@@ -44,7 +44,7 @@ class QuPeL:
         return replace(state, w=w)  # line 11
 
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        q, eta1, eta3, lambda_p = self.quantizer, *(f(clock.epoch) for f in (self.eta1, self.eta3, self.lambda_p))
+        q, eta1, eta3, lambda_p = self.quantizer, *(f(clock.time) for f in (self.eta1, self.eta3, self.lambda_p))
         g = gradient(s.x, batch)
         g = q.add_weight_gradient(g, gradient, s.x, s.codebook, batch)  # line 4
         g = g.add_(s.x - s.w, alpha=lambda_p)
