@@ -543,3 +543,18 @@ def test_a_step_changes_no_state_but_returns_a_new_one(method):
     after = method.step(s, gradient, None, CLOCK)
     assert all(torch.equal(t, copy) for t, copy in zip(tensors, copies, strict=True))
     assert not torch.equal(after.x, s.x)
+
+
+def test_a_full_precision_warm_up_leaves_the_centers_to_the_next_phase():
+    """Local(quantize=False) is plain training whatever the plan; the phase after it places centers on the trained x."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 5), torch.nn.Linear(5, 2))
+    layout = Layout.of(module)
+    x = torch.linspace(-1, 1, layout.size)
+    plan = {"1.weight": 4}
+    warm = Local(quantize=False, eta1=Schedule(0.5)).start(State(x, x), plan, layout)
+    assert len(warm.codebook) == 0
+    trained = Local(quantize=False, eta1=Schedule(0.5)).step(warm, lambda v, _: 3 * v, None, Clock(0, 1, 1))
+    assert torch.equal(trained.x, x - 0.5 * (3 * x))
+    begun = Local(quantizer=Quantizer(init="kmeans")).start(trained, plan, layout)
+    expected = init_centers(trained.x[layout["1.weight"].slice], 2, "kmeans")
+    assert torch.equal(begun.codebook.centers[0], expected)

@@ -258,12 +258,14 @@ def test_recipes_are_made_of_their_methods():
     assert kinds["local"] == [Local, FineTune]
     assert kinds["fedavg"] == [FedAvg]
     assert kinds["fedavg-finetune"] == [FedAvg, Local]
-    assert kinds["proxquant"] == [ProxQuant, FineTune]
-    assert kinds["binaryrelax"] == [BinaryRelax]
+    assert kinds["proxquant"] == [Local, ProxQuant, FineTune]
+    assert kinds["binaryrelax"] == [Local, BinaryRelax]
     assert kinds["ptq-range"] == kinds["ptq-kmeans"] == [PostTraining]
-    assert math.isinf(preset("binaryrelax")[1].method.lam(1))
-    assert preset("proxquant")[1].method.eta2(1) == 0  # its centers never move
-    assert preset("local")[1].method.lambda_p is None
+    assert math.isinf(preset("binaryrelax")[-1].method.lam(1))
+    assert preset("proxquant")[-1].method.eta2(1) == 0  # its centers never move
+    assert preset("local")[-1].method.lambda_p is None
+    warmups = [preset(name)[0].method.quantize for name in ("local", "proxquant", "binaryrelax")]
+    assert warmups == [False] * 3 and preset("local")[1].method.quantize  # full precision first
 
 
 @pytest.mark.parametrize(

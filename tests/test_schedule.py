@@ -80,9 +80,9 @@ def test_travel_is_the_total_way_in_half_gaps(eta1, travel, steps, epoch_steps, 
     pulls = [weight_pull(Travel(travel), eta1, Clock(s, steps, epoch_steps), c) for s in range(steps)]
     gap = float(c[-1] - c[0]) / (len(c) - 1)
     assert sum(pulls) / 2 == pytest.approx(travel * gap / 2, rel=1e-6, abs=1e-12)
-    # and each step's share grows as eta1(epoch) * epoch
+    # and each step's share grows as eta1 * epoch
     clocks = [Clock(s, steps, epoch_steps) for s in range(steps)]
-    ramp = [eta1(k.epoch) * k.epoch for k in clocks]
+    ramp = [eta1(k.time) * k.epoch for k in clocks]
     i, j = 0, steps - 1
     assert pulls[i] * ramp[j] == pytest.approx(pulls[j] * ramp[i], rel=1e-6, abs=1e-12)
 

@@ -212,10 +212,7 @@ def validate(raw: dict[str, Any], where: str) -> Config:
             raise UserError(f"{where}: {key}: a table is needed, not {table!r}")
     merged = {}
     for name, method in methods.items():
-        preset: dict[str, object] = {}
-        if isinstance(method, dict) and isinstance(method.get("recipe"), str) and method["recipe"] in RECIPES:
-            preset = RECIPES[method["recipe"]].defaults
-        merged[name] = {**preset, **shared, **method} if isinstance(method, dict) else method
+        merged[name] = {**_base(method.get("recipe"), shared), **method} if isinstance(method, dict) else method
     if methods:
         raw["methods"] = merged
     try:
@@ -223,6 +220,14 @@ def validate(raw: dict[str, Any], where: str) -> Config:
         return Config.model_validate_json(json.dumps(raw, default=str))
     except ValidationError as e:
         raise UserError(f"{where}: {explain(e)}") from None
+
+
+def _base(recipe: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    """What a method's own table builds on: [settings] over a recipe's defaults, a published preset over [settings]."""
+    if not isinstance(recipe, str) or recipe not in RECIPES:
+        return shared
+    found = RECIPES[recipe]
+    return {**shared, **found.defaults} if found.fixed else {**found.defaults, **shared}
 
 
 def _set(raw: dict[str, Any], override: str) -> None:

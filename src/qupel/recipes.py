@@ -219,6 +219,7 @@ class Recipe:
     about: str
     phases: Callable[[Settings, Budget], list[Phase]]
     defaults: dict[str, object]  # settings that belong to this recipe
+    fixed: bool = False  # a published setting: only the method's own table changes it, not [settings]
 
 
 _PAPER: dict[str, object] = {
@@ -235,9 +236,12 @@ _ALONE: dict[str, object] = {"warmup": 0.5}
 
 RECIPES: dict[str, Recipe] = {
     "qupel": Recipe("QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel, {}),
-    "qupel-corrected": Recipe("QuPeL with the paper's settings and corrected signs", qupel, _PAPER),
+    "qupel-corrected": Recipe("QuPeL with the paper's settings and corrected signs", qupel, _PAPER, fixed=True),
     "qupel-paper": Recipe(
-        "QuPeL exactly as printed, wrong signs included", qupel, _PAPER | {"rule": "paper", "as_printed": True}
+        "QuPeL exactly as printed, wrong signs included",
+        qupel,
+        _PAPER | {"rule": "paper", "as_printed": True},
+        fixed=True,
     ),
     "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE),
     "fedavg": Recipe("one shared full-precision model", fedavg, {}),
