@@ -265,7 +265,8 @@ def test_recipes_are_made_of_their_methods():
     assert preset("proxquant")[-1].method.eta2(1) == 0  # its centers never move
     assert preset("local")[-1].method.lambda_p is None
     warmups = [preset(name)[0].method.quantize for name in ("local", "proxquant", "binaryrelax")]
-    assert warmups == [False] * 3 and preset("local")[1].method.quantize  # full precision first
+    assert warmups == [False] * 3  # full precision first
+    assert preset("local")[1].method.quantize
 
 
 @pytest.mark.parametrize(

@@ -38,17 +38,20 @@ BadUpload = Annotated[
 DEMO = """
 seeds = [0, 1, 2]
 bits = [2, 3]
-rounds = 30
+rounds = 15
+evaluate_every = 3
 [split]
 train_per_client = 20
 [methods.QuPeL]
 recipe = "qupel"
+warmup = 0.5
 [methods.Local]
 recipe = "local"
 [methods.FedAvg]
 recipe = "fedavg"
 [methods."FedAvg + tuning"]
 recipe = "fedavg-finetune"
+finetune = 0.3
 """
 TRAINING = {"split": {"kind": "one"}, "bits": 2, "local_steps": 10}
 TRAINING_DEMO = """
