@@ -25,7 +25,7 @@ class Row:
     worst: float  # mean of the worst tenth of the clients
     spread: float
     by_bits: dict[float, float]  # bits of the client's model -> mean accuracy
-    float_mean: float  # the model before quantization, last round
+    float_mean: float  # the model before quantization: at the end, or where fine-tuning began
     before_tuning: float | None  # the quantized model at the end of the phase before fine-tuning
     bits: float
     model_bytes: float
@@ -59,7 +59,7 @@ def _row(label: str, cells: Sequence[Result], reference: Sequence[Result] | None
         worst=_mean([np.sort(a)[: max(1, round(len(a) / 10))].mean() for a in clients if len(a)]),
         spread=_mean([a.std() for a in clients if len(a)]),
         by_bits={float(b): float(flat[flat_bits == b].mean()) for b in np.unique(flat_bits)},
-        float_mean=_mean([100 * line.get("float_test", line["test"]) for line in last]),
+        float_mean=_mean([_float(c["lines"]) for c in cells]),
         before_tuning=None if any(v is None for v in tuned) else _mean([v for v in tuned if v is not None]),
         bits=_mean([line["bits"] for line in last]),
         model_bytes=_mean([line["model_bytes"] for line in last]),
@@ -85,6 +85,12 @@ def _selected(lines: Sequence[dict[str, Any]]) -> float | None:
     """Test accuracy at the round with the best mean validation accuracy, among rounds that ship the last one's bits."""
     able = [line for line in lines if "validation" in line and line["bits"] == lines[-1]["bits"]]
     return 100 * max(able, key=lambda line: line["validation"])["test"] if able else None
+
+
+def _float(lines: Sequence[dict[str, Any]]) -> float:
+    """Accuracy of the float model; fine-tuning has none, its weights sit on their centers."""
+    learned = [line for line in lines if line["method"] != "finetune"] or lines
+    return 100 * learned[-1].get("float_test", learned[-1]["test"])
 
 
 def _before_tuning(lines: Sequence[dict[str, Any]]) -> float | None:
