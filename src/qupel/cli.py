@@ -39,7 +39,7 @@ DEMO = """
 seeds = [0, 1, 2]
 bits = [2, 3]
 rounds = 15
-evaluate_every = 3
+evaluate_every = 5
 [split]
 train_per_client = 20
 [methods.QuPeL]
