@@ -38,7 +38,7 @@ BadUpload = Annotated[
 DEMO = """
 seeds = [0, 1, 2]
 bits = [2, 3]
-rounds = 15
+rounds = 10
 evaluate_every = 5
 [split]
 train_per_client = 20
