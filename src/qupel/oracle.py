@@ -32,7 +32,9 @@ class Oracle:
     def __init__(self, module: nn.Module, loss: Loss) -> None:
         self.module = copy.deepcopy(module).train()
         self.layout = Layout.of(self.module)
-        self.values, self.gradients = self.layout.bind(self.module)
+        self.values, _ = self.layout.bind(self.module)
+        named = dict(self.module.named_parameters())
+        self.parameters = [named[slot.name] for slot in self.layout.slots]
         self.loss = loss
         self.loss_value = math.nan
         for m in self.module.modules():
@@ -42,13 +44,12 @@ class Oracle:
     def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
         self.values.copy_(x)
-        self.gradients.zero_()
         loss = self.loss(self.module(inputs), targets)
-        loss.backward()
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self.loss_value = loss.item()
         if not math.isfinite(self.loss_value):
             raise Diverged(f"the loss is {self.loss_value}; {self._first_bad(x)}")
-        return self.gradients.clone()
+        return torch.cat([_flat(g, p) for g, p in zip(found, self.parameters, strict=True)])
 
     def _first_bad(self, x: Tensor) -> str:
         for slot in self.layout.slots:
@@ -56,3 +57,10 @@ class Oracle:
                 return f"layer {slot.name!r} holds values that are not finite"
         largest = max(self.layout.slots, key=lambda s: float(x[s.slice].abs().max()))
         return f"largest weight {float(x[largest.slice].abs().max()):.3g} in layer {largest.name!r}"
+
+
+def _flat(gradient: Tensor | None, parameter: Tensor) -> Tensor:
+    """A gradient in the memory order of its slot (`flat.Slot.view`); zeros for a parameter the loss does not use."""
+    if gradient is None:
+        gradient = torch.zeros_like(parameter)
+    return (gradient.permute(0, 2, 3, 1) if gradient.ndim == 4 else gradient).reshape(-1)
