@@ -63,24 +63,18 @@ def test_round_trip(make):
 
 
 @pytest.mark.parametrize("make", [Owned, Tied, models.digits_cnn])
-def test_bound_vectors_are_the_module(make):
+def test_a_bound_vector_is_the_module(make):
     torch.manual_seed(0)
     module, plain = make(), make()
     layout = Layout.of(module)
-    values, gradients = layout.bind(module)
+    values = layout.bind(module)
     new = 0.1 * torch.randn(layout.size)
     values.copy_(new)  # writing the vector is setting the model
     layout.load(plain, new)
     x = torch.randn(3, 1, 8, 8) if make is models.digits_cnn else torch.randn(3, 4)
     x = torch.randn(3, 2, 4, 4) if make is Owned else x
-    module(x).square().sum().backward()
-    plain(x).square().sum().backward()
     torch.testing.assert_close(module(x), plain(x), rtol=1e-6, atol=1e-5)
-    expected = torch.zeros(layout.size)
-    for slot in layout.slots:
-        slot.view(expected).copy_(dict(plain.named_parameters())[slot.name].grad)
-    assert expected.abs().max() > 0
-    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert torch.equal(layout.flatten(module), values)
 
 
 def test_4d_weights_lie_channels_last():
@@ -102,11 +96,10 @@ def test_tied_weights_are_stored_once():
     assert "a.weight" in names
     assert "b.weight" not in names
     assert layout.weights == ("first.weight", "a.weight", "last.weight")
-    values, gradients = layout.bind(module)
+    values = layout.bind(module)
     values.normal_()
     assert torch.equal(module.a.weight, module.b.weight)
-    module(torch.randn(2, 4)).sum().backward()
-    assert torch.equal(layout["a.weight"].view(gradients), module.b.weight.grad)
+    assert torch.equal(layout["a.weight"].view(values), module.b.weight)
 
 
 def test_slots_tile_the_vector():

@@ -102,19 +102,16 @@ class Layout:
             for slot in self.slots:
                 values[slot.name].copy_(slot.view(vector))
 
-    def bind(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """Make the module's parameters and gradients views of two new vectors, and return these (values, gradients).
+    def bind(self, module: nn.Module) -> Tensor:
+        """Make the module's parameters views of one new vector, and return it.
 
         From then on writing the vector *is* setting the model: the hot path copies one buffer, not many tensors.
         """
         values = self.flatten(module)
-        gradients = torch.zeros_like(values)
         parameters = dict(module.named_parameters())
         for slot in self.slots:
-            p = parameters[slot.name]
-            p.data = slot.view(values)
-            p.grad = slot.view(gradients)
-        return values, gradients
+            parameters[slot.name].data = slot.view(values)
+        return values
 
 
 def choose_layers(layout: Layout, names: Iterable[str] | None) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Oracle:
     def __init__(self, module: nn.Module, loss: Loss) -> None:
         self.module = copy.deepcopy(module).train()
         self.layout = Layout.of(self.module)
-        self.values, _ = self.layout.bind(self.module)
+        self.values = self.layout.bind(self.module)
         named = dict(self.module.named_parameters())
         self.parameters = [named[slot.name] for slot in self.layout.slots]
         self.loss = loss

@@ -14,6 +14,8 @@ from qupel.quantize import assign, boundaries, center_gradient
 
 RULES = ("exact", "first_order", "paper")
 
+_REACH_UP_TO = 8  # centers; beyond that sorting all weights is as fast as looking around every center
+
 
 def distance(x: Tensor, centers: Tensor, *, codes: Tensor | None = None) -> Tensor:
     """R(x, c) = 1/2 sum_k min_j |x_k - c_j|. (n,), (m,) -> ()."""
@@ -62,30 +64,55 @@ def prox_centers(
 
 
 def _exact(mu: Tensor, centers: Tensor, x: Tensor, kappa: float) -> Tensor:
-    """Clusters are intervals, so one sort of the layer sorts them all."""
-    values = _sorted(x)  # (n,)
-    cuts = np.searchsorted(values, boundaries(centers).cpu().numpy(), side="right").tolist()  # (m-1,)
-    clusters = zip(mu.tolist(), [0, *cuts], [*cuts, len(values)], strict=True)
-    return mu.new_tensor([_minimizer(values[start:end], middle, kappa) for middle, start, end in clusters])
+    """Clusters are intervals, so one sort of the layer sorts them all; and a center moves at most kappa n_j, so with
+    few centers it is faster to find the weights within their reach and to sort only these."""
+    values = x.detach().cpu().numpy()  # (n,)
+    edges = boundaries(centers).tolist()
+    if len(centers) > _REACH_UP_TO:
+        values = np.sort(values)
+        cuts = np.searchsorted(values, np.array(edges, values.dtype), side="right").tolist()
+        clusters = zip([0, *cuts], [*cuts, len(values)], mu.tolist(), strict=True)
+        return mu.new_tensor([_minimizer(values[a:b], m, kappa, 0, b - a) for a, b, m in clusters])
+
+    def above(edge: float) -> np.ndarray:
+        return np.greater(values, edge)
+
+    count = [len(values), *(int(np.count_nonzero(above(e))) for e in edges), 0]  # weights above each edge
+    inside = np.zeros(len(values), bool)  # weights within reach of their center: low_j < x_k <= high_j
+    reach = []
+    for m, a, b, left, right in zip(mu.tolist(), count, count[1:], [-np.inf, *edges], [*edges, np.inf], strict=False):
+        low = min(max(_next(m - kappa * (a - b), -np.inf, values.dtype), left), right)
+        high = min(max(_next(m + kappa * (a - b), np.inf, values.dtype), left), right)
+        over = above(low)
+        inside ^= over
+        inside ^= above(high)
+        reach.append((low, high, m, a - int(np.count_nonzero(over)), a - b))
+    few = 8 * np.count_nonzero(inside) < len(values)
+    near = np.sort(values[inside] if few else values)  # picking many weights costs more than sorting all
+    low, high, *_ = zip(*reach, strict=True)
+    starts, ends = (near.searchsorted(np.array(side, near.dtype), side="right").tolist() for side in (low, high))
+    found = [
+        _minimizer(near[a:b], m, kappa, below, n) for a, b, (_, _, m, below, n) in zip(starts, ends, reach, strict=True)
+    ]
+    return mu.new_tensor(found)
 
 
-def _minimizer(values: np.ndarray, mu: float, kappa: float) -> float:
+def _next(value: float, towards: float, dtype: np.dtype) -> float:
+    """A number of the weights' type that is strictly on that side of `value`."""
+    return float(np.nextafter(dtype.type(value), dtype.type(towards)))
+
+
+def _minimizer(values: np.ndarray, mu: float, kappa: float, below: int, n: int) -> float:
     """argmin_c (c - mu)^2/2 + kappa sum_k |c - x_k| for sorted values x_1 <= .. <= x_n, in log2(n) comparisons.
 
+    `values` are those that the center can reach, `below` of the n lie below them and the rest above.
     Between x_k and x_{k+1} the derivative is c - p_k with p_k = mu + kappa (n - 2k), falling in k. Take the least k
     with p_k <= x_{k+1} (x_0 = -inf, x_{n+1} = inf). If p_k >= x_k the derivative is 0 at c = p_k; otherwise
     p_k < x_k < p_{k-1} and it jumps over 0 at c = x_k. So c = max(p_k, x_k).
     """
-    n = len(values)
 
     def p(k: int) -> float:
-        return mu + kappa * (n - 2 * k)
+        return mu + kappa * (n - 2 * (below + k))
 
-    k = bisect_left(range(n), True, key=lambda k: p(k) <= values.item(k))  # values.item(k) is x_{k+1}
+    k = bisect_left(range(len(values)), True, key=lambda k: p(k) <= values.item(k))  # values.item(k) is x_{below+k+1}
     return max(p(k), values.item(k - 1)) if k > 0 else p(k)
-
-
-def _sorted(x: Tensor) -> np.ndarray:
-    """Ascending values. On the CPU NumPy's vectorized sort is some 15 times as fast as torch.sort."""
-    x = x.detach()
-    return np.sort(x.numpy()) if x.device.type == "cpu" else x.sort().values.cpu().numpy()
