@@ -38,6 +38,8 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         context = torch.multiprocessing.get_context("spawn")
+        self.threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # this process only averages; threads of its own would wait for the workers' cores
         ensure_running()  # else the first start does this, and lets the signals through that are held back
         self.pipes: list[Connection] = []
         self.processes = []
@@ -61,6 +63,7 @@ class Pool:
             if process.is_alive():
                 process.kill()
                 process.join()
+        torch.set_num_threads(self.threads)
 
 
 class Workers:
