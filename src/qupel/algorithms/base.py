@@ -12,11 +12,10 @@ A method is six small functions in a frozen dataclass; none inherits from anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from qupel.codebook import Codebook, Plan
@@ -57,7 +56,7 @@ class Method(Protocol):
 
     def upload(self, state: State) -> Tensor | None: ...
 
-    def aggregate(self, w: Tensor, uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor: ...
+    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor: ...
 
     def deployed(self, state: State) -> Deployed: ...
 
@@ -71,7 +70,7 @@ class Alone:
     def upload(self, state: State) -> Tensor | None:
         return None
 
-    def aggregate(self, w: Tensor, uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
         return w
 
 
@@ -80,9 +79,15 @@ def quantized(state: State) -> Deployed:
     return Deployed(state.codebook.hard(state.x), state.codebook)
 
 
-def mean(uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-    """The weighted mean of vectors, in client order and in float64, so that no engine changes a bit of it."""
-    total = torch.zeros_like(uploads[0], dtype=torch.float64)
-    for vector, share in zip(uploads, shares, strict=True):
+def mean(uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
+    """The weighted mean of vectors, in client order and in float64, so that no engine changes a bit of it.
+
+    Each vector is used once, when it comes: no more than one need be in memory.
+    """
+    pairs = zip(uploads, shares, strict=True)
+    vector, weight = next(pairs)
+    total = vector.double() * weight
+    for vector, share in pairs:
         total.add_(vector, alpha=share)
-    return total.div_(sum(shares)).to(uploads[0].dtype)
+        weight += share
+    return total.div_(weight).to(vector.dtype)

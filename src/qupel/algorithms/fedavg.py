@@ -5,7 +5,7 @@ What is deployed is the one average, on every client. Followed by a phase of `Lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -39,7 +39,7 @@ class FedAvg:
     def upload(self, state: State) -> Tensor:
         return state.x
 
-    def aggregate(self, w: Tensor, uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
         return mean(uploads, shares)
 
     def deployed(self, state: State) -> Deployed:

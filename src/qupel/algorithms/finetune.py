@@ -4,7 +4,7 @@ synchronization go on for the unquantized coordinates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,8 +70,8 @@ class FineTune:
     def upload(self, state: State) -> Tensor | None:
         return state.w if self.lambda_p else None
 
-    def aggregate(self, w: Tensor, uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
-        return mean(uploads, shares) if uploads else w
+    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
+        return mean(uploads, shares) if self.lambda_p else w
 
     def deployed(self, state: State) -> Deployed:
         return quantized(state)

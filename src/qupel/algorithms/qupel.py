@@ -3,7 +3,7 @@ penalty to a global model w; only w leaves the device. A client without a codebo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -59,7 +59,7 @@ class QuPeL:
     def upload(self, state: State) -> Tensor:
         return state.w  # line 10
 
-    def aggregate(self, w: Tensor, uploads: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
         return mean(uploads, shares)  # line 15
 
     def deployed(self, state: State) -> Deployed:

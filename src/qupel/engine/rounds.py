@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, tee
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,8 @@ MANY_CLIENTS = 200  # above this a line of metrics has no per-client lists
 
 
 class Engine(Protocol):
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]: ...
+    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+        """tau local steps at each client, in their order; an upload holds until the next result is asked for."""
 
     def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]: ...
 
@@ -110,20 +112,31 @@ def run(
 
 
 def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, float, list[str], int]:
-    """(new w, mean loss, who was refused and why, bytes a client sent). Uploads are added in client order."""
-    cohort = job.cohort(round)
-    done = sorted(engine.train(round, w, cohort), key=lambda d: d.client)
+    """(new w, mean loss, who was refused and why, bytes a client sent).
+
+    Uploads are added in client order as they come, so that no engine needs room for all of them."""
+    done: list[Trained] = []
+
+    def sound() -> Iterator[tuple[Tensor, float]]:
+        for d in engine.train(round, w, job.cohort(round)):
+            done.append(replace(d, upload=None))
+            if d.upload is not None:
+                yield d.upload, job.share(d.client)
+
+    found, new = sound(), w
+    first = next(found, None)
+    if first is not None:
+        phase, _ = job.locate(round)
+        uploads, shares = tee(chain([first], found))
+        new = job.phases[phase].method.aggregate(w, (u for u, _ in uploads), (s for _, s in shares))
+        for _ in found:  # clients train even where the server looks at no upload
+            pass
     refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
     hint = "try a smaller eta1 (or eta2 for the centers), a smaller lambda, or clip the center gradient"
     if refused and (job.on_bad_upload == "stop" or len(refused) == len(done)):
         raise Failed(f"{refused[0]}. {hint}")
-    sound = [d for d in done if d.upload is not None]
     loss = mean_or_nan([d.loss for d in done if not d.fault])
-    if sound:
-        phase, _ = job.locate(round)
-        shares = [job.share(d.client) for d in sound]
-        w = job.phases[phase].method.aggregate(w, [d.upload for d in sound if d.upload is not None], shares)
-    return w, loss, refused, 4 * len(w) if sound else 0
+    return new, loss, refused, 4 * len(w) if first else 0
 
 
 def metrics(

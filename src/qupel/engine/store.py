@@ -8,6 +8,7 @@ the other, with `<name>.json`, which says what they are; nothing is pickled.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import tempfile
 import weakref
@@ -32,6 +33,9 @@ class Shape:
     phase: int
     centers: dict[str, int]
     memory: tuple[int, ...]
+
+    def size(self, layout: Layout) -> int:
+        return layout.size + sum(self.centers.values()) + sum(self.memory)
 
 
 def flatten(state: State, phase: int) -> tuple[Shape, list[Tensor]]:
@@ -60,23 +64,34 @@ class Store(Protocol):
 
 
 class MemoryStore:
+    """Rows in memory, each in pages of its own: tensors kept among the temporaries of training would leave holes."""
+
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.states: dict[int, tuple[int, State]] = {}
+        self.pages: dict[int, tuple[Shape, mmap.mmap]] = {}
 
     def get(self, client: int, w: Tensor) -> tuple[int, State] | None:
-        if client not in self.states:
+        if client not in self.pages:
             return None
-        phase, s = self.states[client]
-        return phase, State(s.x, w, s.codebook, s.memory)
+        shape, pages = self.pages[client]
+        return shape.phase, unflatten(self._row(shape, pages).clone(), shape, self.layout, w)
+
+    def _row(self, shape: Shape, pages: mmap.mmap) -> Tensor:
+        """A view of the pages (row,)."""
+        return torch.frombuffer(pages, dtype=torch.float32, count=shape.size(self.layout))
 
     def put(self, client: int, phase: int, state: State) -> None:
-        # w is dropped: keeping the received vector would hold one model per client in memory
-        self.states[client] = (phase, State(state.x, state.x, state.codebook, state.memory))
+        shape, tensors = flatten(state, phase)
+        _, pages = self.pages.get(client, (None, None))
+        if pages is None or len(pages) < 4 * shape.size(self.layout):
+            pages = mmap.mmap(-1, 4 * shape.size(self.layout))
+        for part, tensor in zip(self._row(shape, pages).split([len(t) for t in tensors]), tensors, strict=True):
+            part.copy_(tensor)
+        self.pages[client] = (shape, pages)
 
     def rows(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:
-        for client, (phase, state) in sorted(self.states.items()):
-            yield client, *flatten(state, phase)
+        for client, (shape, pages) in sorted(self.pages.items()):
+            yield client, shape, [self._row(shape, pages)]
 
 
 class DiskStore:
@@ -97,8 +112,7 @@ class DiskStore:
         return shape.phase, unflatten(self._read(shape, offset), shape, self.layout, w)
 
     def _read(self, shape: Shape, offset: int) -> Tensor:
-        size = self.layout.size + sum(shape.centers.values()) + sum(shape.memory)
-        buffer = bytearray(4 * size)
+        buffer = bytearray(4 * shape.size(self.layout))
         if os.preadv(self.file, [buffer], offset) != len(buffer):
             raise OSError("the client store was cut short")
         return torch.frombuffer(buffer, dtype=torch.float32)
@@ -154,7 +168,6 @@ def restore(folder: Path, clients: Iterable[int], store: Store, layout: Layout) 
                 if int(key) not in wanted:
                     continue
                 shape = Shape(record["phase"], record["centers"], tuple(record["memory"]))
-                size = layout.size + sum(shape.centers.values()) + sum(shape.memory)
                 file.seek(record["offset"])
-                row = torch.frombuffer(bytearray(file.read(4 * size)), dtype=torch.float32)
+                row = torch.frombuffer(bytearray(file.read(4 * shape.size(layout))), dtype=torch.float32)
                 store.put(int(key), shape.phase, unflatten(row, shape, layout, row[: layout.size]))

@@ -28,6 +28,8 @@ from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Shard, Trained
 from qupel.errors import UserError
 
+ROOM = 4  # uploads that a worker may be ahead of the server
+
 
 class WorkerDied(RuntimeError):
     """A worker process ended by itself; the run can be resumed from its last checkpoint."""
@@ -73,9 +75,8 @@ class Workers:
         self.pool, self.job = pool, job
         n, k = len(job.parts), len(pool.pipes)
         size = sum(p.numel() for p in job.module.parameters())
-        cohort = len(job.cohort(0))
         self.w = torch.empty(size).share_memory_()
-        self.uploads = [torch.empty(min(cohort, -(-n // k)), size).share_memory_() for _ in range(k)]
+        self.uploads = [torch.empty(ROOM, size).share_memory_() for _ in range(k)]
         for j in range(k):
             mine = range(j, n, k)
             self._send(j, ("job", job, mine, store, scratch, self.w, self.uploads[j]))
@@ -134,9 +135,19 @@ class Workers:
         return WorkerDied(f"worker {j} died (exit code {process.exitcode}) with {names}")
 
     def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
-        for client, row, loss, fault in self._ask("train", round, w, clients):
-            upload = None if row is None else self.uploads[self._owner(client)][row]
-            yield Trained(client, upload, loss, fault)
+        """In client order. A worker has room for a few uploads; it goes on when one has been used."""
+        early: dict[int, tuple[int | None, float, str | None]] = {}
+        answers = self._ask("train", round, w, clients)
+        for client in clients:  # in ascending order, as each worker takes its own
+            while client not in early:
+                found, *rest = next(answers)
+                early[found] = tuple(rest)
+            row, loss, fault = early.pop(client)
+            j = self._owner(client)
+            yield Trained(client, None if row is None else self.uploads[j][row], loss, fault)
+            self._send(j, "used")
+        for _ in answers:  # until all are done
+            pass
 
     def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
         yield from self._ask("evaluate", round, w, clients)
@@ -221,10 +232,21 @@ class _Desk:
         self.name = f"shard-{mine[0] if len(mine) else 'none'}"
 
     def train(self, round: int, clients: Sequence[int]) -> None:
-        for row, done in enumerate(self.shard.train(round, self.w.clone(), clients)):
+        for k, done in enumerate(self.shard.train(round, self.w.clone(), clients)):
+            if k >= ROOM:
+                self._wait_until_used()
+            row = None
             if done.upload is not None:
+                row = k % ROOM
                 self.uploads[row].copy_(done.upload)
-            self._send((done.client, None if done.upload is None else row, done.loss, done.fault))
+            self._send((done.client, row, done.loss, done.fault))
+        for _ in clients[:ROOM]:
+            self._wait_until_used()
+
+    def _wait_until_used(self) -> None:
+        """One more of the uploads sent is used, and its room is free."""
+        said = self.pipe.recv()
+        assert said == "used", said
 
     def evaluate(self, round: int, clients: Sequence[int]) -> None:
         for judged in self.shard.evaluate(round, self.w.clone(), clients):
