@@ -139,7 +139,7 @@ def test_a_shared_warm_up_gives_the_same_bits():
         whole, models = run_inline(job)
         first, _ = run_inline(replace(job, phases=job.phases[:1], plans=[{}] * len(SIZES)))
         with Inline(job) as engine:
-            rest = run(job, engine, begin=(2, first.w, first.lines))
+            rest = run(job, engine, begin=(2, first.w, first.lines, None))
             others = final_models(job, engine, rest.w)
         assert torch.equal(rest.w, whole.w)
         assert same(models, others)

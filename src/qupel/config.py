@@ -72,9 +72,7 @@ class ModelConfig(Strict):
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
-        if value not in models.AVAILABLE:
-            raise ValueError(f"unknown model {value!r}; allowed: {', '.join(models.AVAILABLE)}")
-        return value
+        return check_model(value)
 
 
 class PhaseConfig(Strict):
@@ -112,6 +110,12 @@ class MethodConfig(Settings):
     recipe: str | None = None
     phases: tuple[PhaseConfig, ...] | None = None
     bits: Bits | tuple[Bits, ...] | None = Field(None, description="in place of the run's bits")
+    model: str | None = Field(None, description="in place of the run's model.name")
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, value: str | None) -> str | None:
+        return None if value is None else check_model(value)
 
     @field_validator("recipe")
     @classmethod
@@ -175,6 +179,12 @@ class Config(Strict):
         if not value:
             raise ValueError("at least one is needed")
         return value
+
+
+def check_model(name: str) -> str:
+    if name not in models.AVAILABLE:
+        raise ValueError(f"unknown model {name!r}; allowed: {', '.join(models.AVAILABLE)}")
+    return name
 
 
 def check_bits(value: int | Sequence[int]) -> None:

@@ -13,8 +13,10 @@ import json
 import os
 import platform
 import re
+import shutil
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -25,7 +27,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from qupel import models
-from qupel.algorithms import FedAvg, Phase
+from qupel.algorithms import FedAvg, Local, Phase
 from qupel.codebook import Plan, plan_bits
 from qupel.config import Config, MethodConfig
 from qupel.data import partition, sources
@@ -94,12 +96,16 @@ def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partiti
     return partition.hold_out(parts, s.validation, seed, train.targets) if s.validation else parts
 
 
-def build_model(config: Config, data: sources.Dataset, seed: int) -> nn.Module:
+def model_name(config: Config, cell: Cell) -> str:
+    return config.methods[cell.label].model or config.model.name
+
+
+def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
     if data.classes is None:
         raise UserError(f"{data.name} has no class labels: train on it from Python, with qupel.fit and your own loss")
-    module = models.build(config.model.name, tuple(data.train.inputs.shape[1:]), data.classes, seed)
+    module = models.build(model_name(config, cell), tuple(data.train.inputs.shape[1:]), data.classes, cell.seed)
     if config.model.start is not None:
-        load(Path(str(config.model.start).format(seed=seed))).into(module)
+        load(Path(str(config.model.start).format(seed=cell.seed))).into(module)
     return module
 
 
@@ -108,7 +114,7 @@ def build_job(config: Config, cell: Cell) -> Job:
     method = config.methods[cell.label]
     data = load_data(config.data.name, config.data.folder, config.data.limit)
     parts = split_data(config, data, cell.seed)
-    module = build_model(config, data, cell.seed)
+    module = build_model(config, data, cell)
     job = Job(
         module=module,
         loss=nn.functional.cross_entropy,
@@ -151,7 +157,7 @@ def describe(
     """What a client's file says about its model; `allowed`: the bytes it may have."""
     budget = {} if allowed is None else {"budget": allowed}
     return About(
-        model=config.model.name,
+        model=model_name(config, cell),
         input_shape=tuple(data.train.inputs.shape[1:]),
         classes=data.classes or 0,
         labels=data.labels,
@@ -193,13 +199,19 @@ def run_experiment(
     resume: bool = False,
     watch: Callable[[Cell, Progress], None] = lambda cell, progress: None,
     should_stop: Callable[[], bool] = lambda: False,
+    reuse: Sequence[Path] = (),
 ) -> list[dict[str, Any]]:
-    """Run every cell that is not done and return all results. Raises `Stopped` when asked to stop."""
+    """Run every cell that is not done and return all results. Raises `Stopped` when asked to stop.
+
+    reuse: other run directories; a cell that one of them has done with the same settings is taken over.
+    """
     todo = cells(config)
     for cell in todo:  # every mistake is found before the first step is made
         if cell.seed == config.seeds[0]:
             build_job(config, cell)
     open_folder(out, config, resume)
+    for cell in todo:
+        adopt(config, cell, out, reuse)
     many = config.split.kind == "groups" or (config.split.kind != "one" and config.split.clients > 1)
     pool = Pool(workers) if workers > 1 and many and any(not result_file(out, c).exists() for c in todo) else None
     try:
@@ -249,7 +261,7 @@ def run_cell(
     checkpoints = Checkpoints(folder, fingerprint(config, cell, job.phases))
     begin = None
     began = time.monotonic()
-    if len(job.phases) > 1 and isinstance(job.phases[0].method, FedAvg) and checkpoints.newest() is None:
+    if len(job.phases) > 1 and is_dense(job.phases[0]) and checkpoints.newest() is None:
         begin = shared_warmup(config, cell, job, out, pool, workers, watch, should_stop)
     with engine_for(job, pool, workers, config.store, folder) as engine:
         finished = run(
@@ -265,9 +277,12 @@ def run_cell(
     result = {
         "label": cell.label,
         "seed": cell.seed,
+        "fingerprint": checkpoints.fingerprint,
+        "config": shared_settings(config, cell),
         "method": json.loads(config.methods[cell.label].model_dump_json()),
         "phases": [{"rounds": p.rounds, **asdict(p.method)} for p in job.phases],
         "seconds": finished.lines[-1]["seconds"] if begin is None else time.monotonic() - began,
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine(),
         "data_note": job.data.note,
         "lines": finished.lines,
@@ -286,11 +301,9 @@ def shared_warmup(
     workers: int,
     watch: Callable[[Cell, Progress], None],
     should_stop: Callable[[], bool],
-) -> tuple[int, Tensor, list[dict[str, Any]]]:
-    """(rounds, w, metrics) of the FedAvg phase that this cell begins with, trained once for all cells that do so.
-
-    FedAvg's clients keep nothing between rounds, so w is all there is to share; the result is the same bits.
-    """
+) -> tuple[int, Tensor, list[dict[str, Any]], Path | None]:
+    """(rounds, w, metrics, clients' states) of the full-precision phase that this cell begins with, trained once for
+    all cells that do so; the result is the same bits."""
     only = replace(job, phases=job.phases[:1], plans=[{} for _ in job.plans])
     key = fingerprint(config, cell, only.phases)
     folder = out / "shared" / key
@@ -302,7 +315,30 @@ def shared_warmup(
             watch(cell, replace(p, rounds=job.rounds))
 
         finished = run(only, engine, checkpoints=checkpoints, watch=tell, should_stop=should_stop)
-    return only.rounds, finished.w, finished.lines
+    return only.rounds, finished.w, finished.lines, checkpoints.newest()
+
+
+def is_dense(phase: Phase) -> bool:
+    """No client is quantized in this phase, whatever its bits: FedAvg, or a warm-up alone."""
+    return isinstance(phase.method, FedAvg) or (isinstance(phase.method, Local) and not phase.method.quantize)
+
+
+def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None:
+    """Take a cell's result and models over from a run that has done the same under whatever label."""
+    done = result_file(out, cell)
+    if not others or done.exists():
+        return
+    key = fingerprint(config, cell, build_job(config, cell).phases)
+    for path in (p for other in others for p in sorted(other.glob("cells/*/result.json"))):
+        result = json.loads(path.read_text())
+        if result.get("fingerprint") != key:
+            continue
+        done.parent.mkdir(parents=True, exist_ok=True)
+        if (path.parent / "models").exists():
+            shutil.copytree(path.parent / "models", done.parent / "models", dirs_exist_ok=True)
+        shutil.copy(path.parent / "metrics.jsonl", done.parent)
+        write_json(done, {**result, "label": cell.label, "taken_from": f"{path.parents[2].name}/{path.parent.name}"})
+        return
 
 
 def save_models(
@@ -327,20 +363,45 @@ def save_models(
 def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
     """What a cell's numbers depend on, as a short hash."""
     described = json.loads(config.model_dump_json())
-    parts = {key: described[key] for key in SHARED if key in described}
-    parts["seed"] = cell.seed
+    parts = shared_settings(config, cell)
     parts["phases"] = [{"rounds": p.rounds, **asdict(p.method)} for p in phases]
     parts["bits"] = described["methods"][cell.label]["bits"] or [described["bits"], described["budget"]]
-    if all(isinstance(p.method, FedAvg) for p in phases):
+    if all(is_dense(p) for p in phases):
         del parts["bits"]  # no client is quantized
-    parts["local_steps"] = config.methods[cell.label].steps_per_round(config.local_steps)
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
+def shared_settings(config: Config, cell: Cell) -> dict[str, Any]:
+    """The settings of a cell besides its phases and bits."""
+    described = json.loads(config.model_dump_json())
+    found = {key: described[key] for key in SHARED if key in described}
+    found["seed"] = cell.seed
+    found["model"]["name"] = model_name(config, cell)
+    found["local_steps"] = config.methods[cell.label].steps_per_round(config.local_steps)
+    return found
+
+
+@lru_cache(maxsize=1)
 def machine() -> dict[str, Any]:
-    """What a number was measured on."""
+    """What a number was measured on, and the code that measured it."""
     packages = {name: version(name) for name in ("qupel", "torch", "numpy")}
-    return {"python": platform.python_version(), "cpus": available_cpus(), "processor": platform.machine(), **packages}
+    head = {"python": platform.python_version(), "cpus": available_cpus(), "processor": platform.machine()}
+    return {**head, **packages, "commit": commit()}
+
+
+def commit() -> str | None:
+    """The git commit of this package, with -dirty where files differ from it; None where it is not from git."""
+    here = Path(__file__)
+    told = []
+    for question in (["ls-files", "--error-unmatch", here.name], ["describe", "--always", "--dirty", "--exclude=*"]):
+        try:
+            done = subprocess.run(["git", *question], cwd=here.parent, capture_output=True, text=True)
+        except OSError:
+            return None
+        if done.returncode:
+            return None
+        told.append(done.stdout.strip())
+    return told[-1]
 
 
 def available_cpus() -> int:

@@ -244,6 +244,7 @@ RECIPES: dict[str, Recipe] = {
         fixed=True,
     ),
     "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE),
+    "local-corrected": Recipe("Algorithm 1 at each client with the paper's settings", local, _PAPER, fixed=True),
     "fedavg": Recipe("one shared full-precision model", fedavg, {}),
     "fedavg-finetune": Recipe("FedAvg, then local steps at full precision", fedavg_finetune, {"bits": 32}),
     "proxquant": Recipe("ProxQuant: weights pulled to fixed centers", proxquant, _ALONE),

@@ -69,21 +69,22 @@ def run(
     engine: Engine,
     *,
     checkpoints: Checkpoints | None = None,
-    begin: tuple[int, Tensor, list[dict[str, Any]]] | None = None,
+    begin: tuple[int, Tensor, list[dict[str, Any]], Path | None] | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
-    """Run a job to its end, from its newest checkpoint if there is one, else from `begin`: (rounds done, w, metrics) of
-    a first phase that leaves nothing with the clients, else from the start."""
+    """Run a job to its end, from its newest checkpoint if there is one, else from `begin`: (rounds done, w, metrics,
+    folder with the clients' states) of a first phase, else from the start."""
     layout = Layout.of(job.module)
-    start, w, lines = begin or (0, layout.flatten(job.module), [])
+    start, w, lines, states = begin or (0, layout.flatten(job.module), [], None)
     since = Since()
     if checkpoints:
         found = checkpoints.load(layout.size)
         if found:
-            start, w, since, folder = found
-            engine.load(folder)
+            start, w, since, states = found
         lines = checkpoints.lines(start, lines)
+    if states is not None:
+        engine.load(states)
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
     for round in range(start, job.rounds):
         w, loss, refused, sent = one_round(job, engine, round, w)
