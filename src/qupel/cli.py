@@ -13,6 +13,7 @@ from rich.table import Table
 
 from qupel.deploy import commands as deploy
 from qupel.errors import UserError
+from qupel.reproduce import commands as reproduce
 from qupel.terminal import Watcher, err, number_table, out, stop_requests
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -218,6 +219,7 @@ for _command, _name in (
     (deploy.plan, "plan"),
 ):
     app.command(_name)(_command)
+app.command("reproduce")(reproduce.reproduce)
 
 
 def main() -> None:

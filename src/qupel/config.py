@@ -203,7 +203,7 @@ def parse(text: str, where: str, overrides: Sequence[str] = (), defaults: dict[s
         raise UserError(f"{where} is not TOML: {e}") from None
     for override in overrides:
         _set(raw, override)
-    return validate(_merge(defaults or {}, raw), where)
+    return validate(merge(defaults or {}, raw), where)
 
 
 def load(path: Path, overrides: Sequence[str] = (), defaults: dict[str, Any] | None = None) -> Config:
@@ -256,11 +256,11 @@ def _set(raw: dict[str, Any], override: str) -> None:
     raw[key] = value
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     out = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict) and key != "methods"
-        out[key] = _merge(out[key], value) if both else value
+        out[key] = merge(out[key], value) if both else value
     return out
 
 

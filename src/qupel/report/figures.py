@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qupel.errors import UserError
+from qupel.report.paper import TABLES, place
 from qupel.report.tables import Result, Row, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_DASHES = ("-", (0, (6, 1)), (0, (5, 1, 1, 1)), (0, (4, 2)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 COLORS = ("#1f5fa8", "#d1603d", "#5b8c3e", "#8a5aa8", "#c29a1b", "#3a9a9a", "#a8405f", "#666666")
 
 
@@ -61,6 +63,34 @@ def comparison_picture(results: Sequence[Result], table: Sequence[Row], path: Pa
     right.minorticks_off()
     for axes in (left, right):
         _plain(axes)
+    figure.savefig(path)
+
+
+def epochs_picture(results: Sequence[Result], path: Path) -> None:
+    """The paper's Figure 1: mean test accuracy of the deployed models over epochs, all schemes in one plot; the band is
+    min to max over seeds. Color: the row of the table; line style and shade: its column."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.5, 5.2), layout="constrained", dpi=150)
+    axes = figure.add_subplot()
+    labels = list(dict.fromkeys(r["label"] for r in results))
+    rows = list(dict.fromkeys(place(label)[0] for label in labels))
+    columns = [c for c in TABLES["table2"].columns if any(place(label)[1] == c for label in labels)]
+    for label in sorted(labels, key=lambda name: (rows.index(place(name)[0]), columns.index(place(name)[1]))):
+        row, column = place(label)
+        k = columns.index(column)
+        curves = [{line["epoch"]: 100 * line["test"] for line in r["lines"]} for r in results if r["label"] == label]
+        epochs = sorted(set.intersection(*(set(c) for c in curves)))
+        values = np.array([[c[e] for e in epochs] for c in curves])  # (seeds, epochs)
+        color = COLORS[rows.index(row) % len(COLORS)]
+        shade = 1 - 0.13 * k
+        axes.plot(epochs, values.mean(0), color=color, alpha=shade, linestyle=_DASHES[k], linewidth=1.6, label=label)
+        axes.fill_between(epochs, values.min(0), values.max(0), color=color, alpha=0.05, linewidth=0)
+    axes.set(xlabel="epoch", ylabel="mean test accuracy of the clients, %")
+    if note := next((r["data_note"] for r in results if r["data_note"]), ""):
+        axes.set_title(note, fontsize=8, loc="left", color="#555555")
+    figure.legend(loc="outside right center", frameon=False, fontsize=7)
+    _plain(axes)
     figure.savefig(path)
 
 

@@ -251,7 +251,8 @@ def as_csv(g: Grid) -> str:
 
 def as_latex(g: Grid) -> str:
     """A booktabs table; ours in normal type, the paper's in gray (needs xcolor)."""
-    names, body = set(g.rows), []
+    names = set(g.rows)
+    body: list[str] = []
     for name, cells in lines(g):
         shown = [name, *("--" if c == "-" else _tex(c) for c in cells)]
         if name == "the paper":
