@@ -15,13 +15,16 @@ import platform
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from queue import Empty, Queue
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,13 +41,15 @@ from qupel.deploy.file import load, save
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.engine.rounds import Engine, Failed, Progress, check_trainable, run
+from qupel.engine.rounds import Engine, Failed, Progress, Stopped, check_trainable, run
 from qupel.engine.workers import Pool, Workers
 from qupel.errors import UserError
 from qupel.evaluate import Judge
 from qupel.files import write_json
 from qupel.flat import Layout
 from qupel.recipes import RECIPES, Budget
+
+_building = threading.Lock()  # a model's first weights are drawn from torch's one generator
 
 SHARED = ("seed", "data", "split", "model", "local_steps", "batch", "sample", "weighted")
 
@@ -184,7 +189,7 @@ def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> lis
 @contextmanager
 def engine_for(job: Job, pool: Pool | None, workers: int, store: str, scratch: Path | None) -> Iterator[Engine]:
     """One client: this process with all threads. Several: the pool of single-threaded workers, or this process."""
-    if pool is not None and len(job.parts) > 1:
+    if pool is not None:
         yield Workers(pool, job, store, scratch)
     else:
         with Inline(job, workers if len(job.parts) == 1 else 1, store, scratch) as engine:
@@ -212,13 +217,62 @@ def run_experiment(
     open_folder(out, config, resume)
     for cell in todo:
         adopt(config, cell, out, reuse)
+    left = [cell for cell in todo if not result_file(out, cell).exists()]
     many = config.split.kind == "groups" or (config.split.kind != "one" and config.split.clients > 1)
-    pool = Pool(workers) if workers > 1 and many and any(not result_file(out, c).exists() for c in todo) else None
-    try:
-        return [run_cell(config, cell, out, pool, workers, watch, should_stop) for cell in todo]
-    finally:
-        if pool is not None:
-            pool.__exit__(None, None, None)
+    with ExitStack() as stack:
+        if workers > 1 and many and left:
+            pool = stack.enter_context(Pool(workers))
+            for cell in left:
+                run_cell(config, cell, out, pool, workers, watch, should_stop)
+        elif workers > 1 and not many and len(groups := alike(config, left)) > 1:
+            pools = [stack.enter_context(Pool(1)) for _ in range(min(workers, len(groups)))]
+            run_side_by_side(config, groups, out, pools, watch, should_stop)
+        else:
+            for cell in left:
+                run_cell(config, cell, out, None, workers, watch, should_stop)
+    return [json.loads(result_file(out, cell).read_text()) for cell in todo]
+
+
+def alike(config: Config, todo: Sequence[Cell]) -> list[list[Cell]]:
+    """Cells in groups that may share a warm-up: those of a seed and a model, larger models first."""
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in todo:
+        groups.setdefault((model_name(config, cell), cell.seed), []).append(cell)
+    sizes = {name: Layout.of(build_job(config, group[0]).module).size for (name, _), group in groups.items()}
+    return [groups[key] for key in sorted(groups, key=lambda key: -sizes[key[0]])]
+
+
+def run_side_by_side(
+    config: Config,
+    groups: Sequence[Sequence[Cell]],
+    out: Path,
+    pools: Sequence[Pool],
+    watch: Callable[[Cell, Progress], None],
+    should_stop: Callable[[], bool],
+) -> None:
+    """Trainings of one client each, as many at a time as there are pools, each in a process of one thread. The first
+    one that fails asks the others to stop."""
+    waiting: Queue[Sequence[Cell]] = Queue()
+    for group in groups:
+        waiting.put(group)
+    failed = threading.Event()
+
+    def work(pool: Pool) -> None:
+        try:
+            while not failed.is_set():
+                for cell in waiting.get_nowait():
+                    run_cell(config, cell, out, pool, 1, watch, lambda: failed.is_set() or should_stop())
+        except Empty:
+            return
+        except BaseException:
+            failed.set()
+            raise
+
+    with ThreadPoolExecutor(len(pools)) as threads:
+        ends = [threads.submit(work, pool) for pool in pools]
+        errors = [error for end in ends if (error := end.exception()) is not None]
+    if errors:
+        raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
 
 
 def open_folder(out: Path, config: Config, resume: bool) -> None:
@@ -251,13 +305,12 @@ def run_cell(
     workers: int,
     watch: Callable[[Cell, Progress], None],
     should_stop: Callable[[], bool],
-) -> dict[str, Any]:
+) -> None:
     done = result_file(out, cell)
-    if done.exists():
-        return json.loads(done.read_text())
     folder = done.parent
     folder.mkdir(parents=True, exist_ok=True)
-    job = build_job(config, cell)
+    with _building:
+        job = build_job(config, cell)
     checkpoints = Checkpoints(folder, fingerprint(config, cell, job.phases))
     begin = None
     began = time.monotonic()
@@ -289,7 +342,6 @@ def run_cell(
     }
     write_json(done, json.loads(json.dumps(result, default=str)))
     checkpoints.remove()
-    return result
 
 
 def shared_warmup(

@@ -62,6 +62,7 @@ class Settings(BaseModel):
     rule: Literal["exact", "first_order", "paper"] = "exact"
     init: Literal["paper", "range", "kmeans", "quantile"] = "kmeans"
     carry: bool = False
+    scale: Literal["layer", "one"] = Field("layer", description="ProxQuant's centers at 1 bit: ± mean |x| or ± 1")
     # the federation
     lambda_p: float = Field(2.0, ge=0, description="pull between personal and global model")
     coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
@@ -194,7 +195,7 @@ def proxquant(s: Settings, b: Budget) -> list[Phase]:
     """Full precision first, then ProxQuant, then fine-tuning of what is not quantized."""
     first, main, last = split_rounds(s, b)
     eta1 = s.x_schedule(b).later(b.epochs(first))
-    method = ProxQuant(eta1=eta1, lam=s.pull(), optimizer=s.x_optimizer(), init=s.init)
+    method = ProxQuant(eta1=eta1, lam=s.pull(), optimizer=s.x_optimizer(), scale=s.scale, init=s.init)
     return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, Schedule())]
 
 
@@ -232,6 +233,10 @@ _PAPER: dict[str, object] = {
 _PAPER |= {"eta1": 0.1, "eta1_cosine": False, "eta1_decay": 0.99, "weight_decay": 1e-4, "coupling": 0.125}
 _PAPER |= {"let_go": False, "init": "paper", "center_gradient": "sum", "follow": None, "warmup": 0.0, "finetune": 1 / 7}
 
+# Training in one place (Table 1); lambda_p and coupling have no meaning there.
+_PAPER_TRAINING = _PAPER | {"optimizer": "adam", "eta1": 0.01, "eta1_decay": 1.0, "weight_decay": 0.0}
+_PAPER_TRAINING |= {"lambda_growth": 1e-4, "eta2_drops": (80, 140), "finetune": 1 / 3}
+
 _ALONE: dict[str, object] = {"warmup": 0.5}
 
 RECIPES: dict[str, Recipe] = {
@@ -245,6 +250,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE),
     "local-corrected": Recipe("Algorithm 1 at each client with the paper's settings", local, _PAPER, fixed=True),
+    "training-corrected": Recipe("Algorithm 1 as in Table 1 of the paper", local, _PAPER_TRAINING, fixed=True),
     "fedavg": Recipe("one shared full-precision model", fedavg, {}),
     "fedavg-finetune": Recipe("FedAvg, then local steps at full precision", fedavg_finetune, {"bits": 32}),
     "proxquant": Recipe("ProxQuant: weights pulled to fixed centers", proxquant, _ALONE),
