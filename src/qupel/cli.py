@@ -24,6 +24,8 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="override a key: --
 Workers = Annotated[int | None, typer.Option(min=1, help="worker processes, one thread each (default: all cores)")]
 Data = Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in --out")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; on a GPU all clients run in this process")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write event files to RUN/tensorboard")]
 BadUpload = Annotated[
     Literal["refuse", "stop"] | None,
     typer.Option(help="a client sends what cannot be used: leave it out of the round, or end the run"),
@@ -70,10 +72,12 @@ def run(
     data: Data = None,
     resume: Resume = False,
     on_bad_upload: BadUpload = None,
+    device: Device = "cpu",
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
     policy = [f"on_bad_upload={on_bad_upload}"] if on_bad_upload else []
-    _experiment(config, DEMO, {}, out, [*(set or []), *policy], workers, data, resume)
+    _experiment(config, DEMO, {}, out, [*(set or []), *policy], workers, data, resume, device, tensorboard)
 
 
 @app.command()
@@ -84,9 +88,11 @@ def train(
     workers: Workers = None,
     data: Data = None,
     resume: Resume = False,
+    device: Device = "cpu",
+    tensorboard: TensorBoard = False,
 ) -> None:
     """Train quantized models in one place (Algorithm 1 and its competitors). Without a config: digits."""
-    _experiment(config, TRAINING_DEMO, TRAINING, out, set or [], workers, data, resume)
+    _experiment(config, TRAINING_DEMO, TRAINING, out, set or [], workers, data, resume, device, tensorboard)
 
 
 def _experiment(
@@ -98,9 +104,12 @@ def _experiment(
     workers: int | None,
     data: Path | None,
     resume: bool,
+    device: str,
+    tensorboard: bool,
 ) -> None:
     from qupel import config as configs
     from qupel import experiment
+    from qupel.report.board import Board
 
     if data is not None:
         overrides = [*overrides, f'data.folder="{data}"']
@@ -116,9 +125,17 @@ def _experiment(
     workers = workers or experiment.available_cpus()
     began = time.monotonic()
     cells = experiment.cells(config)
-    with stop_requests() as should_stop, Watcher(len(cells) * _rounds(config)) as watcher:
+    watcher = Watcher(len(cells) * _rounds(config))
+    tell = Board(folder / "tensorboard", watcher.tell).tell if tensorboard else watcher.tell
+    with stop_requests() as should_stop, watcher:
         results = experiment.run_experiment(
-            config, folder, workers=workers, resume=resume, watch=watcher.tell, should_stop=should_stop
+            config,
+            folder,
+            workers=workers,
+            resume=resume,
+            watch=tell,
+            should_stop=should_stop,
+            device=device,
         )
     _show(results, folder, config.split.kind == "one", time.monotonic() - began)
 

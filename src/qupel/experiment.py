@@ -27,6 +27,7 @@ from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qupel import models
@@ -49,6 +50,7 @@ from qupel.files import write_json
 from qupel.flat import Layout
 from qupel.recipes import RECIPES, Budget
 
+CPU = torch.device("cpu")
 _building = threading.Lock()  # a model's first weights are drawn from torch's one generator
 
 SHARED = ("seed", "data", "split", "model", "local_steps", "batch", "sample", "weighted")
@@ -205,11 +207,15 @@ def run_experiment(
     watch: Callable[[Cell, Progress], None] = lambda cell, progress: None,
     should_stop: Callable[[], bool] = lambda: False,
     reuse: Sequence[Path] = (),
+    device: str = "cpu",
 ) -> list[dict[str, Any]]:
     """Run every cell that is not done and return all results. Raises `Stopped` when asked to stop.
 
     reuse: other run directories; a cell that one of them has done with the same settings is taken over.
+    device: where models and data live; on any but the CPU all clients are trained in this process.
     """
+    place = check_device(device)
+    workers = workers if place.type == "cpu" else 1
     todo = cells(config)
     for cell in todo:  # every mistake is found before the first step is made
         if cell.seed == config.seeds[0]:
@@ -223,13 +229,13 @@ def run_experiment(
         if workers > 1 and many and left:
             pool = stack.enter_context(Pool(workers))
             for cell in left:
-                run_cell(config, cell, out, pool, workers, watch, should_stop)
+                run_cell(config, cell, out, pool, workers, watch, should_stop, place)
         elif workers > 1 and not many and len(groups := alike(config, left)) > 1:
             pools = [stack.enter_context(Pool(1)) for _ in range(min(workers, len(groups)))]
             run_side_by_side(config, groups, out, pools, watch, should_stop)
         else:
             for cell in left:
-                run_cell(config, cell, out, None, workers, watch, should_stop)
+                run_cell(config, cell, out, None, workers, watch, should_stop, place)
     return [json.loads(result_file(out, cell).read_text()) for cell in todo]
 
 
@@ -305,12 +311,14 @@ def run_cell(
     workers: int,
     watch: Callable[[Cell, Progress], None],
     should_stop: Callable[[], bool],
+    device: torch.device = CPU,
 ) -> None:
     done = result_file(out, cell)
     folder = done.parent
     folder.mkdir(parents=True, exist_ok=True)
     with _building:
-        job = build_job(config, cell)
+        built = build_job(config, cell)
+    job = built.to(device)
     checkpoints = Checkpoints(folder, fingerprint(config, cell, job.phases))
     begin = None
     began = time.monotonic()
@@ -326,7 +334,7 @@ def run_cell(
             should_stop=should_stop,
         )
         if config.save_models:
-            save_models(config, cell, job, engine, finished.w, folder, finished.lines[-1])
+            save_models(config, cell, built, engine, finished.w, folder, finished.lines[-1])
     result = {
         "label": cell.label,
         "seed": cell.seed,
@@ -336,7 +344,7 @@ def run_cell(
         "phases": [{"rounds": p.rounds, **asdict(p.method)} for p in job.phases],
         "seconds": finished.lines[-1]["seconds"] if begin is None else time.monotonic() - began,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": machine(),
+        "machine": {**machine(), "device": device_name(device)},
         "data_note": job.data.note,
         "lines": finished.lines,
     }
@@ -402,7 +410,7 @@ def save_models(
     judge, data = Judge(job.module, job.loss), job.data
     budgets = [parse_size(text) for text in config.budgets()]
     for client in range(len(job.parts)):
-        model = engine.deployed(job.rounds - 1, w, client)
+        model = engine.deployed(job.rounds - 1, w, client).cpu()
         module = judge.load(model.x, job.calibration(client))
         test = line["clients"]["test"][client] if "clients" in line else line["test"]
         allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
@@ -454,6 +462,24 @@ def commit() -> str | None:
             return None
         told.append(done.stdout.strip())
     return told[-1]
+
+
+def check_device(name: str) -> torch.device:
+    """The device of this name; one line where this machine has none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name!r}: allowed are cpu, cuda and cuda:N") from None
+    if device.type not in {"cpu", "cuda"}:
+        raise UserError(f"device {name!r}: allowed are cpu, cuda and cuda:N")
+    found = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise UserError(f"device {name!r}: torch {torch.__version__} finds {found} CUDA devices here; allowed: cpu")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def available_cpus() -> int:

@@ -66,10 +66,11 @@ def prox_centers(
 def _exact(mu: Tensor, centers: Tensor, x: Tensor, kappa: float) -> Tensor:
     """Clusters are intervals, so one sort of the layer sorts them all; and a center moves at most kappa n_j, so with
     few centers it is faster to find the weights within their reach and to sort only these."""
-    values = x.detach().cpu().numpy()  # (n,)
     edges = boundaries(centers).tolist()
-    if len(centers) > _REACH_UP_TO:
-        values = np.sort(values)
+    on_cpu = x.device.type == "cpu"
+    values = (x.detach() if on_cpu else x.detach().sort().values).cpu().numpy()  # (n,)
+    if not on_cpu or len(centers) > _REACH_UP_TO:
+        values = np.sort(values) if on_cpu else values
         cuts = np.searchsorted(values, np.array(edges, values.dtype), side="right").tolist()
         clusters = zip([0, *cuts], [*cuts, len(values)], mu.tolist(), strict=True)
         return mu.new_tensor([_minimizer(values[a:b], m, kappa, 0, b - a) for a, b, m in clusters])

@@ -44,6 +44,9 @@ class Deployed:
     x: Tensor
     codebook: Codebook
 
+    def cpu(self) -> Deployed:
+        return Deployed(self.x.cpu(), self.codebook.with_centers(c.cpu() for c in self.codebook.centers))
+
 
 class Method(Protocol):
     """The protocol above. Methods are frozen dataclasses whose fields are their settings."""

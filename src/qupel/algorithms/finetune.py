@@ -64,7 +64,7 @@ class FineTune:
         for slot, c, k in zip(s.codebook.slots, moved, codes, strict=True):
             x[slot.slice] = c[k]
         codebook = s.codebook.with_centers(c.sort().values for c in moved)
-        w = torch.add(s.w, (x - s.w) * s.codebook.free(len(x)), alpha=share) if self.lambda_p else s.w
+        w = torch.add(s.w, (x - s.w) * s.codebook.free(len(x), x.device), alpha=share) if self.lambda_p else s.w
         return State(x, w, codebook, memory)
 
     def upload(self, state: State) -> Tensor | None:

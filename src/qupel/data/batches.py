@@ -102,7 +102,7 @@ class Transform:
         values = inputs.to(torch.float32, copy=True)  # never a view of the data set
         affine = self._affine[inputs.dtype == torch.uint8]
         if affine is not None:
-            scale, shift = (part.view(-1, *[1] * (inputs.ndim - 2)) for part in affine)  # (C, 1, 1)
+            scale, shift = (part.to(values.device).view(-1, *[1] * (inputs.ndim - 2)) for part in affine)  # (C, 1, 1)
             values = torch.addcmul(shift, values, scale)
         if inputs.ndim == 4:
             values = values.contiguous(memory_format=torch.channels_last)
@@ -125,7 +125,7 @@ class Transform:
         column = left[:, None] + torch.where(mirrored[:, None], width - 1 - x, x)  # (n, W)
         row = torch.arange(n)[:, None] * (height + 2 * pad) + top[:, None] + torch.arange(height)  # (n, H)
         index = row[:, :, None] * (width + 2 * pad) + column[:, None, :]  # (n, H, W), a pixel of `framed`
-        picked = framed.reshape(-1, channels).index_select(0, index.flatten())  # (n*H*W, C)
+        picked = framed.reshape(-1, channels).index_select(0, index.flatten().to(values.device))  # (n*H*W, C)
         return picked.view(n, height, width, channels).permute(0, 3, 1, 2)
 
 
@@ -133,7 +133,7 @@ def batch(
     arrays: Arrays, rows: np.ndarray | Tensor, transform: Transform, rng: np.random.Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """(inputs, targets) of these rows; augmented when the transform says so and `rng` is given."""
-    index = torch.as_tensor(rows)
+    index = torch.as_tensor(rows).to(arrays.inputs.device)
     inputs, targets = (
         arrays.inputs.index_select(0, index),
         arrays.targets.index_select(0, index),

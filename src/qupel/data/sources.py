@@ -36,9 +36,13 @@ class Arrays:
 
     def take(self, rows: np.ndarray | Tensor) -> "Arrays":
         """The samples at these row numbers, in this order (a copy)."""
-        index = torch.as_tensor(rows, dtype=torch.int64)
+        index = torch.as_tensor(rows, dtype=torch.int64).to(self.inputs.device)
         groups = None if self.groups is None else self.groups.index_select(0, index)
         return Arrays(self.inputs.index_select(0, index), self.targets.index_select(0, index), groups)
+
+    def to(self, device: torch.device) -> "Arrays":
+        groups = None if self.groups is None else self.groups.to(device)
+        return Arrays(self.inputs.to(device), self.targets.to(device), groups)
 
 
 @dataclass(frozen=True, eq=False)

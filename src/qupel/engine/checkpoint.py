@@ -48,7 +48,7 @@ class Checkpoints:
         temporary.mkdir(parents=True)
         try:
             save_states(temporary)
-            write_atomic(temporary / "w.bin", w.numpy().tobytes())
+            write_atomic(temporary / "w.bin", w.cpu().numpy().tobytes())
             meta = {"rounds": rounds, "fingerprint": self.fingerprint, **asdict(since)}
             write_json(temporary / "meta.json", meta)
             temporary.replace(final)

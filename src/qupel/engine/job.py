@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from qupel.algorithms import Phase
@@ -56,6 +58,13 @@ class Job:
         if any(p.rounds < 0 for p in phases) or not any(p.rounds for p in phases):
             raise UserError("phases: at least one round in all, and no negative number of rounds")
         return replace(self, phases=[p for p in phases if p.rounds])
+
+    def to(self, device: torch.device) -> Job:
+        """This job with its model and data on a device; everything a run computes follows them there."""
+        if device.type == "cpu":
+            return self
+        data = replace(self.data, train=self.data.train.to(device), test=self.data.test.to(device))
+        return replace(self, module=copy.deepcopy(self.module).to(device), data=data)
 
     def name(self, client: int) -> str:
         return self.names[client] if self.names else f"client {client}"

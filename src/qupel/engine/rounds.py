@@ -76,7 +76,8 @@ def run(
     """Run a job to its end, from its newest checkpoint if there is one, else from `begin`: (rounds done, w, metrics,
     folder with the clients' states) of a first phase, else from the start."""
     layout = Layout.of(job.module)
-    start, w, lines, states = begin or (0, layout.flatten(job.module), [], None)
+    initial = layout.flatten(job.module)
+    start, w, lines, states = begin or (0, initial, [], None)
     since = Since()
     if checkpoints:
         found = checkpoints.load(layout.size)
@@ -85,6 +86,7 @@ def run(
         lines = checkpoints.lines(start, lines)
     if states is not None:
         engine.load(states)
+    w = w.to(initial.device)
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
     for round in range(start, job.rounds):
         w, loss, refused, sent = one_round(job, engine, round, w)

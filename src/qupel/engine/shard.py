@@ -96,7 +96,10 @@ class Shard:
         picked = owned[rows(job.seed, client, step, len(owned), job.batch)]
         rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
         # dropout draws from torch's generator: address it, too
-        torch.default_generator.manual_seed(int(generator(job.seed, "dropout", client, step).integers(2**62)))
+        seed = int(generator(job.seed, "dropout", client, step).integers(2**62))
+        torch.default_generator.manual_seed(seed)
+        if self.initial.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
         return batch(job.data.train, picked, job.transform, rng)
 
     def deployed(self, client: int, round: int, w: Tensor) -> Deployed:

@@ -74,7 +74,7 @@ class MemoryStore:
         if client not in self.pages:
             return None
         shape, pages = self.pages[client]
-        return shape.phase, unflatten(self._row(shape, pages).clone(), shape, self.layout, w)
+        return shape.phase, unflatten(self._row(shape, pages).clone().to(w.device), shape, self.layout, w)
 
     def _row(self, shape: Shape, pages: mmap.mmap) -> Tensor:
         """A view of the pages (row,)."""
@@ -109,7 +109,7 @@ class DiskStore:
         if client not in self.shapes:
             return None
         shape, offset, _ = self.shapes[client]
-        return shape.phase, unflatten(self._read(shape, offset), shape, self.layout, w)
+        return shape.phase, unflatten(self._read(shape, offset).to(w.device), shape, self.layout, w)
 
     def _read(self, shape: Shape, offset: int) -> Tensor:
         buffer = bytearray(4 * shape.size(self.layout))
@@ -119,7 +119,7 @@ class DiskStore:
 
     def put(self, client: int, phase: int, state: State) -> None:
         shape, tensors = flatten(state, phase)
-        data = torch.cat(tensors).numpy()
+        data = torch.cat(tensors).cpu().numpy()
         _, offset, room = self.shapes.get(client, (None, 0, -1))
         if data.nbytes > room:
             offset, room = self.end, data.nbytes

@@ -125,17 +125,19 @@ def place(label: str) -> Place:
     return row, column
 
 
-def grid(table: str, results: Sequence[Result], rows: Iterable[str] = ()) -> Grid:
+def grid(table: str, results: Sequence[Result], rows: Iterable[str] = (), note: str = "") -> Grid:
     """Finished cells of a reproduced table in the paper's form. rows: their order; the default is that of the results,
-    then the paper's rows that are still missing."""
+    then the paper's rows that are still missing. note: stands before what the data set says of itself."""
     known = TABLES[table]
     found: dict[Place, dict[int, Result]] = {}
     for r in results:
         found.setdefault(place(r["label"]), {})[r["seed"]] = r
     names = list(dict.fromkeys([*rows, *(row for row, _ in found), *(row for row, _ in known.values)]))
     cells = tuple(tuple(_cell((row, column), found, known) for column in known.columns) for row in names)
-    note = next((r["data_note"] for r in results if r["data_note"]), "")
-    return Grid(table, known.title, tuple(names), known.columns, cells, known.compared, note)
+    said = next((r["data_note"] for r in results if r["data_note"]), "")
+    return Grid(
+        table, known.title, tuple(names), known.columns, cells, known.compared, ". ".join(filter(None, (note, said)))
+    )
 
 
 def _cell(at: Place, found: dict[Place, dict[int, Result]], known: Published) -> GridCell:

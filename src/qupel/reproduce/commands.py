@@ -28,6 +28,8 @@ def reproduce(
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes (default: all cores)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run that is there")] = False,
     status: Annotated[bool, typer.Option("--status", help="show what is done and what is left, run nothing")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; on a GPU all clients run in this process")] = "cpu",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="also write event files")] = False,
     data: Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")] = None,
     runs: Annotated[Path, typer.Option("--out", help="folder of the runs: OUT/table2-small and so on")] = Path("runs"),
     publish: Annotated[
@@ -40,8 +42,8 @@ def reproduce(
     table = "table2" if what == "figure1" else what
     run = plan.folder(runs, table, scale)
     if status:
-        config = plan.read(run)[1] if (run / "config.json").exists() else plan.build(table, scale, seeds, data)
-        _show_status(run, config)
+        begun = (run / "config.json").exists()
+        _show_status(run, plan.read_config(run) if begun else plan.build(table, scale, seeds, data))
     elif publish is not None:
         from qupel.reproduce.publish import publish as write
 
@@ -51,31 +53,47 @@ def reproduce(
 
         out.print(f"drawn: {', '.join(escape(str(p)) for p in draw_figure(run))}", soft_wrap=True)
     else:
-        _run(table, scale, plan.build(table, scale, seeds, data), run, workers, resume)
+        _run(table, scale, plan.build(table, scale, seeds, data), run, workers, resume, device, tensorboard)
 
 
-def _run(table: str, scale: str, config: Config, run: Path, workers: int | None, resume: bool) -> None:
+def _run(
+    table: str,
+    scale: str,
+    config: Config,
+    run: Path,
+    workers: int | None,
+    resume: bool,
+    device: str,
+    tensorboard: bool,
+) -> None:
     from qupel import experiment
+    from qupel.report.board import Board
     from qupel.reproduce import plan
     from qupel.reproduce.publish import write_tables
 
     began = time.monotonic()
+    experiment.check_device(device)
+    left = [cell for cell in experiment.cells(config) if not experiment.result_file(run, cell).exists()]
+    watcher = Watcher(len(left) * config.rounds)
+    tell = Board(run / "tensorboard", watcher.tell).tell if tensorboard else watcher.tell
+    others = [p for p in (plan.folder(run.parent, name, scale) for name in plan.SIBLINGS.get(table, ())) if p.exists()]
     experiment.open_folder(run, config, resume)
     plan.describe(run, table, scale, config)
-    others = [p for p in (plan.folder(run.parent, name, scale) for name in plan.SIBLINGS.get(table, ())) if p.exists()]
-    left = [cell for cell in experiment.cells(config) if not experiment.result_file(run, cell).exists()]
-    with stop_requests() as should_stop, Watcher(len(left) * config.rounds) as watcher:
+    with stop_requests() as should_stop, watcher:
         experiment.run_experiment(
             config,
             run,
             workers=workers or experiment.available_cpus(),
             resume=True,
-            watch=watcher.tell,
+            watch=tell,
             should_stop=should_stop,
             reuse=others,
+            device=device,
         )
     grid = write_tables(run)
     out.print(_grid_table(grid))
+    if grid.note:
+        out.print(grid.note)
     out.print(f"[dim]{time.monotonic() - began:.0f} s; everything is in {escape(str(run))}[/dim]")
 
 

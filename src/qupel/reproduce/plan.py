@@ -67,10 +67,14 @@ def describe(run: Path, table: str, scale: str, config: Config) -> None:
 def read(run: Path) -> tuple[dict[str, Any], Config]:
     """What `describe` wrote, and the config of the run."""
     try:
-        about = json.loads((run / "reproduce.json").read_text())
-        return about, Config.model_validate_json((run / "config.json").read_text())
+        return json.loads((run / "reproduce.json").read_text()), read_config(run)
     except OSError:
         raise UserError(f"{run} holds no run of `qupel reproduce`") from None
+
+
+def read_config(run: Path) -> Config:
+    try:
+        return Config.model_validate_json((run / "config.json").read_text())
     except ValidationError as e:
         raise UserError(f"{run / 'config.json'}: {explain(e)}") from None
 

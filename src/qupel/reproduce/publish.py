@@ -17,12 +17,17 @@ from qupel.report.figures import epochs_picture
 from qupel.reproduce import plan
 
 Result = dict[str, Any]
+NOTES = {
+    "smoke": "Smoke test on digits: its numbers are not to be compared with the paper's",
+    "small": "The paper's protocol at a small budget (docs/reproducing.md), not its setting",
+    "paper": "",
+}
 
 
 def write_tables(run: Path) -> paper.Grid:
     """RUN/table.md, table.csv and table.tex: the paper's table with the results that are there."""
     about, config = plan.read(run)
-    grid = paper.grid(about["table"], plan.results(run, config), about["rows"])
+    grid = paper.grid(about["table"], plan.results(run, config), about["rows"], NOTES[about["scale"]])
     for suffix, text in (("md", paper.as_markdown(grid)), ("csv", paper.as_csv(grid)), ("tex", paper.as_latex(grid))):
         write_atomic(run / f"table.{suffix}", text)
     return grid

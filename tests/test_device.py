@@ -1,0 +1,90 @@
+"""A run on a device keeps everything there, gives the bits of the CPU, and can be resumed."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from pretend import CUDA, Pretend
+from qupel.algorithms import BinaryRelax, Local, Phase, PostTraining, ProxQuant, Quantizer
+from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.inline import Inline
+from qupel.engine.rounds import run
+from qupel.errors import UserError
+from qupel.experiment import check_device
+from qupel.optim import Adam
+from tiny import blobs, final_models, local, make_job, mlp, recipe, run_inline, same, timeless
+
+SOFT = Quantizer(mode="soft", init="kmeans", gradient="mean", carry=True)
+CASES = {
+    "recipe": lambda: make_job(recipe()),
+    "soft, first order": lambda: make_job([Phase(Local(quantizer=SOFT), 2), *local(1, optimizer=Adam())]),
+    "competitors": lambda: make_job([Phase(ProxQuant(), 2), Phase(BinaryRelax(), 2), Phase(PostTraining(), 1)]),
+    "BatchNorm": lambda: make_job(recipe(1, 1, 1), module=normed()),
+    "weighted, sampled": lambda: make_job(recipe(1, 2, 1), weighted=True, sample=0.5),
+}
+
+
+def normed():
+    torch.manual_seed(0)
+    first, *rest = mlp()
+    return nn.Sequential(first, nn.BatchNorm1d(first.out_features), *rest)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_device_gives_the_bits_of_the_cpu(case):
+    job = CASES[case]()
+    finished, models = run_inline(job)
+    with Pretend():
+        there, theirs = run_inline(job.to(CUDA))
+        theirs = [m.cpu() for m in theirs]
+        assert there.w.device == CUDA
+    assert timeless(there.lines) == timeless(finished.lines)
+    assert same(theirs, models)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_run_on_a_device_is_resumed(tmp_path, store):
+    job = make_job(recipe())
+    finished, models = run_inline(job)
+    with Pretend():
+        moved = job.to(CUDA)
+        half = [Phase(p.method, rounds) for p, rounds in zip(job.phases, (2, 2, 0), strict=True)]
+        first, rest = Checkpoints(tmp_path, "same"), Checkpoints(tmp_path, "same")
+        with Inline(moved.with_phases(half), store=store, scratch=tmp_path) as engine:
+            run(moved.with_phases(half), engine, checkpoints=first)
+        with Inline(moved, store=store, scratch=tmp_path) as engine:
+            there = run(moved, engine, checkpoints=rest)
+            theirs = [m.cpu() for m in final_models(moved, engine, there.w)]
+    assert torch.equal(there.w, finished.w)
+    assert same(theirs, models)
+
+
+def test_the_pretended_device_refuses_what_a_real_one_refuses():
+    data, _ = blobs()
+    with Pretend():
+        there, here = data.train.inputs.to(CUDA), data.train.inputs
+        assert (there.device, here.device) == (CUDA, torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="two devices"):
+            there + here
+        with pytest.raises(TypeError, match="numpy"):
+            there.numpy()
+        assert torch.equal(there.cpu(), here)
+
+
+@pytest.mark.parametrize("name", ["gpu", "mps", "cuda:99", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_is_not_there_is_one_line(name):
+    with pytest.raises(UserError, match=f"device '{name}'.*allowed"):
+        check_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_command_says_so(tmp_path):
+    command = [sys.executable, "-m", "qupel", "reproduce", "table2", "--scale", "smoke", "--device", "cuda"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "device 'cuda'" in done.stderr
+    assert list(tmp_path.iterdir()) == []
