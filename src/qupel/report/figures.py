@@ -84,7 +84,15 @@ def epochs_picture(results: Sequence[Result], path: Path) -> None:
         values = np.array([[c[e] for e in epochs] for c in curves])  # (seeds, epochs)
         color = COLORS[rows.index(row) % len(COLORS)]
         shade = 1 - 0.13 * k
-        axes.plot(epochs, values.mean(0), color=color, alpha=shade, linestyle=_DASHES[k], linewidth=1.6, label=label)
+        axes.plot(
+            epochs,
+            values.mean(0),
+            color=color,
+            alpha=shade,
+            linestyle=_DASHES[k],
+            linewidth=1.6,
+            label=f"{row}, {column}",
+        )
         axes.fill_between(epochs, values.min(0), values.max(0), color=color, alpha=0.05, linewidth=0)
     axes.set(xlabel="epoch", ylabel="mean test accuracy of the clients, %")
     if note := next((r["data_note"] for r in results if r["data_note"]), ""):
