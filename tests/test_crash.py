@@ -238,7 +238,7 @@ def test_a_stop_in_the_shared_warm_up_is_resumed(expected, tmp_path):
     assert list(out.glob("shared/*/checkpoints/round-000002"))
     run_experiment(configs.parse(CONFIG, "c"), out, resume=True)
     assert outcome(out) == expected
-    assert len(list(out.glob("shared/*"))) == 1  # both QuPeL cells begin with the same warm-up, trained once
+    assert len(list(out.glob("shared/*"))) == 2  # one for both QuPeL cells, trained once, and one for Local
 
 
 @pytest.mark.parametrize("rounds", [3, 4, 10, 11, 19])
