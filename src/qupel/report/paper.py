@@ -193,6 +193,52 @@ def paired(
     return mean, mean - half, mean + half, float(stats.ttest_1samp(d, 0.0).pvalue)
 
 
+# --- what the paper says of its tables ---
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A difference of mean accuracies that the paper's table shows, in points, and how large it is here."""
+
+    text: str
+    paper: float
+    measured: float
+    holds: bool
+
+
+def claims(g: Grid) -> list[Claim]:
+    """The paper's statements about this table, those whose cells are done. Our recipe is held to the same ones."""
+    found = []
+
+    def claim(text: str, above: Place, below: Place, least: float = 0.0, most: float = float("inf")) -> None:
+        a, b = g.at(*above), g.at(*below)
+        if a.mean is None or b.mean is None:
+            return
+        theirs = [TABLES[g.table].values.get((row.replace(OURS, QUPEL), column)) for row, column in (above, below)]
+        paper = theirs[0][0] - theirs[1][0] if theirs[0] and theirs[1] else float("nan")
+        measured = a.mean - b.mean
+        found.append(Claim(text, paper, measured, least <= measured <= most))
+
+    if g.table == "table1":
+        one, two = ("Algorithm 1, paper's method, 1 bit", "Algorithm 1, paper's method, 2 bits")
+        for network in NETWORKS:
+            claim(f"{network}: learned centers above ProxQuant", (one, network), ("ProxQuant, 1 bit", network))
+            claim(f"{network}: 2 bits above 1 bit", (two, network), (one, network))
+    if g.table == "table2":
+        for row in (r for r in (QUPEL, OURS) if r in g.rows):
+            for column in BITS:
+                claim(f"{row} above Local by 1.5 or more, {column}", (row, column), (LOCAL, column), 1.5)
+            claim(f"{row}: 3 bits within 0.7 of full precision", (row, BITS[0]), (row, "3 bits"), float("-inf"), 0.7)
+            claim(f"{row}: 2 bits within 2.5 of full precision", (row, BITS[0]), (row, "2 bits"), float("-inf"), 2.5)
+        for row in (r for r in (QUPEL, LOCAL) if r in g.rows):
+            claim(f"{row} above FedAvg by 8 or more", (row, BITS[0]), (FEDAVG, BITS[0]), 8.0)
+    if g.table == "table3":
+        for row in g.rows:
+            claim(f"{row}: 3-bit partners help", (row, PARTNERS[1]), (row, PARTNERS[0]))
+            claim(f"{row}: full precision above 3 bits", (row, PARTNERS[2]), (row, PARTNERS[1]))
+    return found
+
+
 # --- the table as text ---
 
 
@@ -233,7 +279,12 @@ def as_markdown(g: Grid) -> str:
     names = set(g.rows)
     body = [[f"**{name}**" if name in names else name, *cells] for name, cells in lines(g)]
     note = f"\n{g.note}\n" if g.note else ""
-    return f"{g.title}\n\n{markdown(['', *g.columns], body)}\n{LEGEND.format(compared=g.compared)}\n{note}"
+    said = [
+        [c.text, "" if np.isnan(c.paper) else f"{c.paper:+.2f}", f"{c.measured:+.2f}", "yes" if c.holds else "no"]
+        for c in claims(g)
+    ]
+    held = f"\n{markdown(['what the paper shows, in points', 'paper', 'here', 'holds'], said)}" if said else ""
+    return f"{g.title}\n\n{markdown(['', *g.columns], body)}\n{LEGEND.format(compared=g.compared)}\n{note}{held}"
 
 
 FIELDS = ("mean", "std", "seeds", "paper", "paper_std", "difference", "gain", "low", "high", "p")
