@@ -13,7 +13,7 @@ from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.errors import UserError
-from qupel.experiment import check_device
+from qupel.machine import check_device
 from qupel.optim import Adam
 from tiny import blobs, final_models, local, make_job, mlp, recipe, run_inline, same, timeless
 

@@ -109,6 +109,7 @@ def _experiment(
 ) -> None:
     from qupel import config as configs
     from qupel import experiment
+    from qupel.machine import available_cpus
     from qupel.report.board import Board
 
     if data is not None:
@@ -122,7 +123,7 @@ def _experiment(
         if resume:
             raise UserError("--resume needs --out, the directory of the run to go on with")
         folder = Path("runs") / f"{path.stem if path else 'demo'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    workers = workers or experiment.available_cpus()
+    workers = workers or available_cpus()
     began = time.monotonic()
     cells = experiment.cells(config)
     watcher = Watcher(len(cells) * _rounds(config))

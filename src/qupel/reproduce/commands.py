@@ -67,12 +67,13 @@ def _run(
     tensorboard: bool,
 ) -> None:
     from qupel import experiment
+    from qupel.machine import available_cpus, check_device
     from qupel.report.board import Board
     from qupel.reproduce import plan
     from qupel.reproduce.publish import write_tables
 
     began = time.monotonic()
-    experiment.check_device(device)
+    check_device(device)
     left = [cell for cell in experiment.cells(config) if not experiment.result_file(run, cell).exists()]
     watcher = Watcher(len(left) * config.rounds)
     tell = Board(run / "tensorboard", watcher.tell).tell if tensorboard else watcher.tell
@@ -83,7 +84,7 @@ def _run(
         experiment.run_experiment(
             config,
             run,
-            workers=workers or experiment.available_cpus(),
+            workers=workers or available_cpus(),
             resume=True,
             watch=tell,
             should_stop=should_stop,
