@@ -35,7 +35,7 @@ DEMO = """
 seeds = [0, 1, 2]
 bits = [2, 3]
 rounds = 10
-evaluate_every = 5
+evaluate_every = 2
 [split]
 train_per_client = 20
 [methods.QuPeL]

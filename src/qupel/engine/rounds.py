@@ -165,6 +165,8 @@ def metrics(
         if scores:
             line[name] = float(np.mean([value(s) for s in scores]))
             line[f"{name}_loss"] = float(np.mean([s.loss for s in scores]))
+    if weights := [j.weights for j in judged if j.weights]:
+        line["weights"] = weights
     if len(judged) <= MANY_CLIENTS:
         line["clients"] = {
             "test": [value(j.test) if j.test.count else None for j in judged],

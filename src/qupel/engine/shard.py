@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from qupel.data.batches import batch, chunks, generator, rows
 from qupel.data.sources import Arrays
 from qupel.engine.job import Job
 from qupel.engine.store import DiskStore, MemoryStore, Store, restore, snapshot
+from qupel.engine.weights import shown_clients, told
 from qupel.evaluate import EVALUATION_BATCH, Judge, Score
 from qupel.oracle import Diverged, Oracle
 from qupel.quantize import dead_centers
@@ -42,6 +44,7 @@ class Judged:
     bytes: int
     bits: float
     dead: int  # centers without a weight
+    weights: dict[str, Any] | None = None  # its centers, at a few clients only (`weights.told`)
 
 
 class Shard:
@@ -50,6 +53,7 @@ class Shard:
     def __init__(self, job: Job, mine: Sequence[int], store: str = "memory", scratch: Path | None = None) -> None:
         self.job = job
         self.mine = tuple(mine)
+        self.shown = shown_clients(job.plans)
         self.oracle = Oracle(job.module, job.loss)
         self.layout = self.oracle.layout
         self.judge = Judge(job.module, job.loss)
@@ -109,8 +113,9 @@ class Shard:
 
     def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
         """Judge deployed(state) of each client after `round`, w being the server's newest model."""
-        phase, _ = self.job.locate(round)
+        phase, within = self.job.locate(round)
         method = self.job.phases[phase].method
+        ends = within == self.job.phases[phase].rounds - 1
         for client in clients:
             state = self.state(client, phase, w)
             model = method.deployed(state)
@@ -121,7 +126,8 @@ class Shard:
             codes = model.codebook.assign(model.x)
             dead = sum(len(dead_centers(k, len(c))) for (_, c), k in zip(model.codebook, codes, strict=True))
             size = model_bytes(len(model.x), model.codebook)
-            yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead)
+            weights = told(client, state.x, model, with_weights=ends) if client in self.shown else None
+            yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead, weights)
 
     def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:
         return self.judge.score(x, self.job.calibration(client), chunks(arrays, EVALUATION_BATCH, self.job.transform))
