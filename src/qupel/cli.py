@@ -13,6 +13,7 @@ from rich.table import Table
 
 from qupel.deploy import commands as deploy
 from qupel.errors import UserError
+from qupel.report.commands import report
 from qupel.reproduce import commands as reproduce
 from qupel.terminal import Watcher, err, number_table, out, stop_requests
 
@@ -164,6 +165,7 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
         out.print(f"[dim]gain: {rows[0].label} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
     figures.comparison_picture(results, rows, folder / "summary.png")
     out.print(f"[dim]{seconds:.0f} s; everything is in {folder}, a picture in summary.png[/dim]")
+    out.print(f"[dim]a page to look at: qupel report {folder} --open[/dim]")
 
 
 @app.command()
@@ -235,6 +237,7 @@ for _command, _name in (
     (deploy.predict, "predict"),
     (deploy.evaluate_file, "eval"),
     (deploy.plan, "plan"),
+    (report, "report"),
 ):
     app.command(_name)(_command)
 app.command("reproduce")(reproduce.reproduce)

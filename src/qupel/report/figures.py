@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qupel.errors import UserError
+from qupel.report.charts import LIGHT, Chart, Comparison, Series
 from qupel.report.paper import TABLES, place
 from qupel.report.tables import Result, Row, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_DASHES = ("-", (0, (6, 1)), (0, (5, 1, 1, 1)), (0, (4, 2)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-COLORS = ("#1f5fa8", "#d1603d", "#5b8c3e", "#8a5aa8", "#c29a1b", "#3a9a9a", "#a8405f", "#666666")
+STYLES = ("-", "--", ":", "-.", (0, (8, 3)), (0, (1, 3)))  # those of charts.DASHES
 
 
 def split_picture(counts: np.ndarray, labels: Sequence[str], path: Path) -> None:
@@ -47,11 +49,11 @@ def comparison_picture(results: Sequence[Result], table: Sequence[Row], path: Pa
     figure = Figure(figsize=(9.5, 3.8), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     for k, row in enumerate(table):
-        color = COLORS[k % len(COLORS)]
+        color, style = LIGHT[k % len(LIGHT)], STYLES[k // len(LIGHT) % len(STYLES)]
         curves = [_curve(r) for r in results if r["label"] == row.label]
         rounds = sorted(set.intersection(*(set(c) for c in curves)))
         values = np.array([[c[r] for r in rounds] for c in curves])  # (seeds, rounds)
-        left.plot(rounds, values.mean(0), color=color, label=row.label, linewidth=1.8)
+        left.plot(rounds, values.mean(0), style, color=color, label=_name(row.label), linewidth=1.8)
         left.fill_between(rounds, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
         right.errorbar(row.model_bytes, row.mean, yerr=row.std, fmt="o", color=color, capsize=3, markersize=7)
     left.legend(frameon=False, fontsize=8, loc="lower right")
@@ -82,14 +84,14 @@ def epochs_picture(results: Sequence[Result], path: Path) -> None:
         curves = [{line["epoch"]: 100 * line["test"] for line in r["lines"]} for r in results if r["label"] == label]
         epochs = sorted(set.intersection(*(set(c) for c in curves)))
         values = np.array([[c[e] for e in epochs] for c in curves])  # (seeds, epochs)
-        color = COLORS[rows.index(row) % len(COLORS)]
+        color = LIGHT[rows.index(row) % len(LIGHT)]
         shade = 1 - 0.13 * k
         axes.plot(
             epochs,
             values.mean(0),
             color=color,
             alpha=shade,
-            linestyle=_DASHES[k],
+            linestyle=STYLES[k],
             linewidth=1.6,
             label=f"{row}, {column}",
         )
@@ -119,3 +121,171 @@ def _plain(axes: Axes) -> None:
     axes.grid(alpha=0.2)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+# --- the figures of a report, for a paper ---
+
+
+def report_pictures(c: Comparison, told: dict[str, Chart], note: str) -> dict[str, bytes]:
+    """Every chart of a report as PNG and SVG: file name -> content. note: what is to be said about the data."""
+    from matplotlib import rc_context
+
+    found: dict[str, bytes] = {}
+    small = [chart for name, chart in told.items() if name.startswith("diagnostics-")]
+    drawn: dict[str, Callable[[], Figure]] = {
+        "accuracy": lambda: _accuracy_picture(c, told["accuracy"]),
+        "sizes": lambda: _sizes_picture(c, told["sizes"]),
+    }
+    if "clients" in told:
+        drawn["clients"] = lambda: _clients_picture(c, told["clients"])
+    if "weights" in told:
+        drawn["weights"] = lambda: _weights_picture(c, told["weights"])
+    if small:
+        drawn["diagnostics"] = lambda: _diagnostics_picture(c, small)
+    with rc_context({"svg.hashsalt": "qupel", "font.size": 9}):  # equal runs give equal files
+        for name, draw in drawn.items():
+            figure = draw()
+            if note:
+                figure.supxlabel(_name(note), fontsize=6.5, color="0.35")
+            for kind in ("png", "svg"):
+                buffer = io.BytesIO()
+                figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+                found[f"{name}.{kind}"] = buffer.getvalue()
+    return found
+
+
+def _new(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _color(s: Series) -> str:
+    return LIGHT[s.color]
+
+
+def _name(text: str) -> str:
+    """A label as it is written: no formula begins at a $, and a leading underscore does not hide it from the legend."""
+    return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
+
+
+def _draw_lines(axes: Axes, c: Comparison, chart: Chart) -> None:
+    for line in chart["lines"]:
+        s = c.series[line["series"]]
+        x, y = (np.array(line[key], dtype=float) for key in ("x", "y"))  # None, which is no number, becomes nan
+        marker = "o" if len(x) <= 40 else ""
+        axes.plot(x, y, linestyle=STYLES[s.dash], marker=marker, markersize=3, color=_color(s), label=_name(s.label))
+        if "low" in line:
+            low, high = (np.array(line[key], dtype=float) for key in ("low", "high"))
+            axes.fill_between(x, low, high, color=_color(s), alpha=0.13, linewidth=0)
+    axes.set(xlabel=chart["x"], ylabel=_name(chart["y"]), yscale="log" if chart["log"] else "linear")
+    _plain(axes)
+
+
+def _accuracy_picture(c: Comparison, chart: Chart) -> Figure:
+    many = len(c.series) > 8
+    figure = _new(7.5 if many else 6, 4.2)
+    axes = figure.add_subplot()
+    _draw_lines(axes, c, chart)
+    if many:
+        axes.legend(frameon=False, fontsize=6.5, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=3)
+    else:
+        axes.legend(frameon=False, fontsize=8, handlelength=3)
+    return figure
+
+
+def _diagnostics_picture(c: Comparison, small: Sequence[Chart]) -> Figure:
+    across = min(3, len(small))
+    down = -(-len(small) // across)
+    figure = _new(3.2 * across, 2.4 * down)
+    for k, chart in enumerate(small):
+        _draw_lines(figure.add_subplot(down, across, k + 1), c, chart)
+    figure.axes[0].legend(frameon=False, fontsize=6)
+    return figure
+
+
+def _clients_picture(c: Comparison, chart: Chart) -> Figure:
+    rows = chart["rows"]
+    figure = _new(6, 0.9 + 0.34 * len(rows))
+    axes = figure.add_subplot()
+    for k, row in enumerate(rows):
+        s, values = c.series[row["series"]], np.array(row["values"])
+        spread = np.random.default_rng(k).uniform(-0.28, 0.28, len(values))
+        axes.scatter(values, k + spread, s=7, color=_color(s), alpha=0.6, linewidths=0)
+        axes.plot([row["mean"]] * 2, [k - 0.38, k + 0.38], color="black", linewidth=1.5)
+    axes.set_yticks(range(len(rows)), [_name(f"{c.series[r['series']].label}, {r['bits']}") for r in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set(xlabel=chart["x"])
+    _plain(axes)
+    return figure
+
+
+def _sizes_picture(c: Comparison, chart: Chart) -> Figure:
+    figure = _new(6, 4)
+    axes = figure.add_subplot()
+    points = [p for p in chart["points"] if p["x"] is not None and p["y"] is not None]
+    seen = set()
+    for p in points:
+        s = c.series[p["series"]]
+        label = None if s.family in seen else _name(c.families[s.family])
+        seen.add(s.family)
+        axes.errorbar(p["x"], p["y"], yerr=p["std"], fmt="o", color=_color(s), capsize=2.5, markersize=5, label=label)
+        if len(points) <= 12:
+            axes.annotate(p["bits"], (p["x"], p["y"]), (5, 4), textcoords="offset points", fontsize=7, color="0.3")
+    axes.set(xlabel=chart["x"], ylabel=chart["y"], xscale="log")
+    if points:
+        ends = [min(p["x"] for p in points) / 1.5, max(p["x"] for p in points) * 2]
+        shown = _apart(sorted({p["x"] for p in points}))
+        axes.set_xlim(*ends)
+        axes.set_xticks(shown, [size(v) for v in shown])
+        axes.minorticks_off()
+        axes.legend(frameon=False, fontsize=8)
+    _plain(axes)
+    return figure
+
+
+def _weights_picture(c: Comparison, chart: Chart) -> Figure:
+    """Of the first series that tells its weights: a row for each client, a column for each of its first four layers."""
+    told = [p for p in chart["panels"] if "histogram" in p] or chart["panels"]
+    first = [p for p in told if p["series"] == told[0]["series"]]
+    who = list(dict.fromkeys(p["client"] for p in first))[:3]
+    layers = list(dict.fromkeys(p["layer"] for p in first))[:4]
+    figure = _new(0.6 + 2.6 * max(2, len(layers)), 2.9 * len(who))
+    ratios = [1.2, 1] * len(who)
+    grid = figure.subplots(2 * len(who), len(layers), squeeze=False, height_ratios=ratios, sharex=False)
+    for p in first:
+        if p["client"] not in who or p["layer"] not in layers:
+            continue
+        row, column = 2 * who.index(p["client"]), layers.index(p["layer"])
+        _draw_panel(grid[row][column], grid[row + 1][column], p, _color(c.series[p["series"]]))
+        grid[row][column].set_title(_name(f"{p['layer']}, {p['bits']}"), fontsize=8)
+    for k in range(len(who)):
+        grid[2 * k][0].set_ylabel("epoch")
+        grid[2 * k + 1][0].set_ylabel("share, % (sqrt)")
+    for axes in grid[-1]:
+        axes.set_xlabel("weight")
+    figure.suptitle(_name(c.series[told[0]["series"]].label), fontsize=9)
+    return figure
+
+
+def _draw_panel(above: Axes, below: Axes, panel: Chart, color: str) -> None:
+    above.plot(panel["centers"], panel["epochs"], marker="o", markersize=2, linewidth=1.2, color=color)
+    above.invert_yaxis()
+    above.tick_params(labelbottom=False)
+    _plain(above)
+    _plain(below)
+    found = panel.get("histogram")
+    if not found:
+        below.set_visible(False)
+        return
+    edges = np.linspace(found["low"], found["high"], len(found["counts"]) + 1)
+    share = np.sqrt(100 * np.array(found["counts"]) / sum(found["counts"]))
+    below.stairs(share, edges, fill=True, color=color, alpha=0.6)
+    for center in found["centers"]:
+        below.axvline(center, color="black", linewidth=0.6, linestyle=":")
+    ends = [min(found["low"], *map(min, panel["centers"])), max(found["high"], *map(max, panel["centers"]))]
+    room = 0.02 * (ends[1] - ends[0]) or 1.0
+    for axes in (above, below):
+        axes.set_xlim(ends[0] - room, ends[1] + room)
+    top = [v for v in (0.1, 1, 4, 9, 25, 49, 100) if np.sqrt(v) <= share.max()]
+    below.set_yticks(np.sqrt(top), [f"{v:g}" for v in top])

@@ -3,8 +3,11 @@ that validation data chose; never the best round on test data."""
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -108,7 +111,7 @@ def _paired(cells: Sequence[Result], reference: Sequence[Result]) -> tuple[float
         for c in cells
         if c["seed"] in ours
         for a, b in zip(ours[c["seed"]], c["lines"][-1].get("clients", {}).get("test", []), strict=True)
-        if a is not None and b is not None
+        if a is not None and b is not None and math.isfinite(a - b)
     ]
     if len(pairs) < 2:
         return None, None
@@ -135,13 +138,22 @@ def federation_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     head += ["worst 10%", "spread", "model", "gain", "p"]
     body = []
     for r in table:
-        shown = [f"{r.by_bits[b]:.1f}" if b in r.by_bits else "" for b in widths]
-        chosen = [f"{r.selected:.1f}" if r.selected is not None else "-"] if selected else []
+        shown = [_number(r.by_bits[b]) if b in r.by_bits else "" for b in widths]
+        chosen = [_number(r.selected)] if selected else []
         gain = "" if r.gain is None else f"{r.gain:+.1f}"
         p = "" if r.p is None else ("<1e-4" if r.p < 1e-4 else f"{r.p:.4f}")
-        mean, worst, spread = f"{r.mean:.1f} ± {r.std:.1f}", f"{r.worst:.1f}", f"{r.spread:.1f}"
-        body.append([r.label, mean, *chosen, *shown, worst, spread, size(r.model_bytes), gain, p])
+        mean = f"{_number(r.mean)} ± {r.std:.1f}" if math.isfinite(r.mean) else "-"
+        body.append([r.label, mean, *chosen, *shown, _number(r.worst), _number(r.spread), size(r.model_bytes), gain, p])
     return head, body
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.1f}"
+
+
+def mark(p: float | None) -> str:
+    """* p < 0.05, ** p < 0.01, *** p < 0.001."""
+    return "" if p is None else "*" * sum(p < level for level in (0.05, 0.01, 0.001))
 
 
 def training_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -162,21 +174,47 @@ def training_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|" + "|".join(" --- " for _ in head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in body]) + "\n"
+    rows = (head, ["---"] * len(head), *body)
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+
+
+_TEX = {c: "\\" + c for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_TEX |= {"±": r"$\pm$", "<": "$<$", ">": "$>$", "*": "$^*$"}
+
+
+def latex(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A booktabs table."""
+    lines = [" & ".join("".join(_TEX.get(c, c) for c in cell) for cell in row) + r" \\" for row in (head, *body)]
+    inside = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
+    return f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}\n{inside}\n\\end{{tabular}}\n"
+
+
+def as_csv(table: Sequence[Row]) -> str:
+    """One line a method, every number in full; accuracies by bit width come last."""
+    widths = sorted({b for r in table for b in r.by_bits})
+    text = io.StringIO()
+    out = csv.writer(text, lineterminator="\n")
+    for k, r in enumerate(table):
+        told = {key: "" if value is None else value for key, value in asdict(r).items() if key != "by_bits"}
+        if k == 0:
+            out.writerow([*told, *(f"{b:g}-bit" for b in widths)])
+        out.writerow([*told.values(), *(r.by_bits.get(b, "") for b in widths)])
+    return text.getvalue()
 
 
 def sentence(table: Sequence[Row], full_bytes: float) -> str:
     """What the table means, in words, from its numbers alone."""
     first, *others = table
-    if not others:
+    if not others and math.isfinite(first.mean):
         return f"{first.label} reaches {first.mean:.1f} % with models of {size(first.model_bytes)}."
     parts = []
     for r in others:
         difference = first.mean - r.mean
+        if not math.isfinite(difference):
+            continue
         word = "above" if difference > 0 else "below"
         sure = "" if r.p is None or r.p < 0.05 else " (not significant)"
         parts.append(f"{abs(difference):.1f} points {word} {r.label}{sure}")
     ratio = full_bytes / first.model_bytes
     small = f", with models 1/{ratio:.0f} of the full-precision size" if ratio >= 1.5 else ""
-    return f"{first.label} ends {', '.join(parts)}{small}."
+    return f"{first.label} ends {', '.join(parts)}{small}." if parts else ""

@@ -1,0 +1,193 @@
+"""What the figures of a report show, as plain numbers. The page (`page.js`) and the pictures (`figures.py`) both draw
+from here, so that they cannot differ.
+
+A series is a method of a run. Its color is that of its family (the method), its dashes those of its variant (the run,
+where there are several; the column, in a table of the paper).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from qupel.report.paper import place
+from qupel.report.runs import Run
+from qupel.report.tables import Result
+
+# Six hues that stay apart for every common kind of color vision, at least 3:1 against white and the dark page.
+LIGHT = ("#2264d8", "#d27f41", "#116108", "#5b3176", "#2fa0c6", "#b94371")
+DARK = ("#3d86f0", "#fa8f0e", "#5bcfa5", "#c28ce9", "#92edfe", "#c57a92")
+DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4", "1 4")
+
+Chart = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A method of a run, with its cells by seed. `family` and `variant` are indices into the lists of a Comparison."""
+
+    label: str
+    family: int
+    variant: int
+    results: tuple[Result, ...]
+
+    @property
+    def color(self) -> int:
+        return self.family % len(LIGHT)
+
+    @property
+    def dash(self) -> int:
+        return (self.variant + self.family // len(LIGHT)) % len(DASHES)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    families: tuple[str, ...]
+    variants: tuple[str, ...]
+    series: tuple[Series, ...]
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    found: list[tuple[str, str, str, tuple[Result, ...]]] = []
+    for run in runs:
+        for label in dict.fromkeys(r["label"] for r in run.results):
+            family, variant = place(label) if run.table else (label, "")
+            family = family or label  # a label without a column
+            if len(runs) > 1:
+                variant = f"{run.name}, {variant}" if variant else run.name
+            told = f"{label} ({run.name})" if len(runs) > 1 else label
+            found.append((told, family, variant, tuple(r for r in run.results if r["label"] == label)))
+    families = list(dict.fromkeys(f for _, f, _, _ in found))
+    variants = list(dict.fromkeys(v for _, _, v, _ in found))
+    series = (Series(told, families.index(f), variants.index(v), results) for told, f, v, results in found)
+    return Comparison(tuple(families), tuple(variants), tuple(series))
+
+
+# --- the charts ---
+
+
+def accuracy(c: Comparison) -> Chart:
+    """Mean test accuracy of the deployed models over epochs; the band: lowest to highest seed."""
+    lines = _lines(c, lambda line: 100 * line["test"])
+    return {"kind": "lines", "x": "epoch", "y": "test accuracy, %", "unit": "%", "log": False, "lines": lines}
+
+
+def diagnostics(c: Comparison) -> list[Chart]:
+    """One small chart for every number that the lines of metrics carry as a diagnostic."""
+    told = (line.get("diagnostics", {}) for s in c.series for r in s.results for line in r["lines"])
+    keys = dict.fromkeys(k for d in told for k, v in d.items() if isinstance(v, int | float))
+    charts = []
+    for key in keys:
+        lines = _lines(c, lambda line, key=key: line.get("diagnostics", {}).get(key))  # type: ignore[misc]
+        values = [v for line in lines for v in line["y"] if v is not None]
+        if values:
+            log = min(values) > 0 and max(values) > 1000 * min(values)
+            charts.append({"kind": "lines", "x": "epoch", "y": key.replace("_", " "), "log": log, "lines": lines})
+    return charts
+
+
+def _lines(c: Comparison, value: Callable[[dict[str, Any]], float | None]) -> list[Chart]:
+    """Mean, lowest and highest over the seeds of a series, at the rounds that all of them have."""
+    lines = []
+    for k, s in enumerate(c.series):
+        curves = [{line["round"]: (line["epoch"], value(line)) for line in r["lines"]} for r in s.results]
+        rounds = sorted(set.intersection(*(set(curve) for curve in curves)))
+        rounds = [r for r in rounds if all(curve[r][1] is not None for curve in curves)]
+        if not rounds:
+            continue
+        values = np.array([[curve[r][1] for r in rounds] for curve in curves], dtype=float)  # (seeds, rounds)
+        line = {"series": k, "x": _numbers(curves[0][r][0] for r in rounds), "y": _numbers(values.mean(0))}
+        if len(curves) > 1:
+            line |= {"low": _numbers(values.min(0)), "high": _numbers(values.max(0))}
+        lines.append(line)
+    return lines
+
+
+def clients(c: Comparison) -> Chart | None:
+    """Every client's last test accuracy, a row for each series and bit width; None where no run tells its clients."""
+    rows = []
+    for k, s in enumerate(c.series):
+        points: dict[float, list[tuple[float, int, int]]] = {}  # bits -> (accuracy, client, seed)
+        for r in s.results:
+            told = r["lines"][-1].get("clients", {"test": [], "bits": []})
+            for i, (a, bits) in enumerate(zip(told["test"], told["bits"], strict=True)):
+                if a is not None and math.isfinite(a):
+                    points.setdefault(bits, []).append((100 * a, i, r["seed"]))
+        for bits, found in sorted(points.items()):
+            values, who, seeds = zip(*found, strict=True)
+            row = {"series": k, "bits": width(bits), "mean": number(np.mean(values)), "values": _numbers(values)}
+            rows.append(row | {"clients": list(who), "seeds": list(seeds)})
+    if max((max(row["clients"]) for row in rows), default=0) == 0:
+        return None  # one client, or nothing told
+    return {"kind": "dots", "x": "test accuracy, %", "unit": "%", "rows": rows}
+
+
+def sizes(c: Comparison) -> Chart:
+    """Last test accuracy against the bytes of a client's model: a point for each series and bit width, mean over clients
+    and seeds, with the std over seeds."""
+    points = []
+    for k, s in enumerate(c.series):
+        groups: dict[float, list[tuple[float, float]]] = {}  # bits -> per seed (bytes, accuracy)
+        for r in s.results:
+            for bits, size, mean in _by_width(r["lines"][-1]):
+                groups.setdefault(bits, []).append((size, mean))
+        for bits, per_seed in sorted(groups.items()):
+            size, mean = np.array(per_seed).T
+            std = float(np.std(mean, ddof=1)) if len(mean) > 1 else 0.0
+            point = {"series": k, "bits": width(bits), "x": number(np.mean(size)), "y": number(np.mean(mean))}
+            points.append(point | {"std": number(std)})
+    return {"kind": "scatter", "x": "bytes of a client's model", "y": "test accuracy, %", "unit": "%", "points": points}
+
+
+def _by_width(line: dict[str, Any]) -> list[tuple[float, float, float]]:
+    """(bits, mean bytes, mean accuracy in percent) of the clients of each bit width; of all where they are not told."""
+    told = line.get("clients")
+    if not told:
+        return [(line["bits"], line["model_bytes"], 100 * line["test"])]
+    found: dict[float, list[tuple[float, float]]] = {}
+    for a, bits, size in zip(told["test"], told["bits"], told["bytes"], strict=True):
+        if a is not None:
+            found.setdefault(bits, []).append((size, 100 * a))
+    return [(bits, *(float(v) for v in np.mean(pairs, 0))) for bits, pairs in found.items()]
+
+
+def weights(c: Comparison) -> Chart | None:
+    """How centers moved, and the weights around them before fine-tuning: a panel for every series, client and layer that
+    a run tells of (its first seed). None where no run does."""
+    panels = []
+    for k, s in enumerate(c.series):
+        lines = [line for line in s.results[0]["lines"] if line.get("weights")]
+        for told in lines[-1]["weights"] if lines else []:
+            mine = [(line, w) for line in lines for w in line["weights"] if w["client"] == told["client"]]
+            for layer in told["centers"]:
+                paths = [(line["epoch"], w["centers"][layer]) for line, w in mine if layer in w["centers"]]
+                panel = {"series": k, "client": told["client"], "bits": width(told["bits"]), "layer": layer}
+                panel |= {"epochs": [number(e) for e, _ in paths], "centers": [_numbers(centers) for _, centers in paths]}
+                taken = [(line["epoch"], w) for line, w in mine if layer in w.get("histograms", {})]
+                if taken:
+                    epoch, w = taken[-1]
+                    panel["histogram"] = {"epoch": number(epoch), **w["histograms"][layer]}
+                    panel["histogram"]["centers"] = _numbers(w["centers"][layer])
+                panels.append(panel)
+    return {"kind": "weights", "panels": panels} if panels else None
+
+
+# --- numbers ---
+
+
+def width(bits: float) -> str:
+    """2.0 -> '2-bit', 32 -> 'full precision'."""
+    return "full precision" if bits >= 32 else f"{bits:.3g}-bit"
+
+
+def number(value: float) -> float | None:
+    """Six significant digits; None for what is not finite, which JSON has no word for."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _numbers(values: Iterable[float]) -> list[float | None]:
+    return [number(v) for v in values]

@@ -1,0 +1,103 @@
+"""A comparison in every form that people put it in: HTML, Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from qupel.report import paper, tables
+from qupel.report.runs import Run
+
+GAIN = (
+    "gain: {first} minus the method, paired over clients and seeds, in points; * p < 0.05, ** p < 0.01, *** p < 0.001 "
+    "(paired t-test, not corrected for the number of comparisons; clients of one seed learn together, so that p is "
+    "rather too small)."
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """One table. `said`: what it means, in a sentence; `legend`: how to read it."""
+
+    title: str
+    said: str
+    html: str
+    legend: str
+    markdown: str
+    latex: str
+    csv: str
+
+
+def forms(runs: Sequence[Run]) -> list[Form]:
+    """A table for each run that reproduces one of the paper's, and for each group of other runs that can be compared."""
+    found, rest = [], []
+    for run in runs:
+        if run.table in paper.TABLES:
+            found.append(_paper_form(run))
+        else:
+            rest.append(run)
+    while rest:
+        group = [r for r in rest if r.comparable(rest[0])]
+        found.append(_form(group))
+        rest = [r for r in rest if r not in group]
+    return found
+
+
+def _form(runs: Sequence[Run]) -> Form:
+    results = [{**r, "label": told(r["label"], run, runs)} for run in runs for r in run.results]
+    rows = tables.rows(results)
+    first, one = rows[0].label, runs[0].one_place
+    head, body = tables.training_table(rows) if one else tables.federation_table(rows)
+    legend = "Test accuracy in percent after the last round, mean ± std over seeds"
+    if not one:
+        for row, cells in zip(rows, body, strict=True):
+            cells[-2] += tables.mark(row.p)
+        legend += "; worst 10%: mean of the worst tenth of the clients; spread: std over clients"
+        legend += f". {GAIN.format(first=first)}" if len(rows) > 1 else "."
+    said = "" if one else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows))
+    title = ", ".join(run.name for run in runs)
+    notes = " ".join(dict.fromkeys(run.note for run in runs if run.note))
+    return Form(
+        title=title,
+        said=said,
+        html=html_table(head, body),
+        legend=legend,
+        markdown=f"{title}\n\n{tables.markdown(head, body)}\n{legend}\n" + (f"\n{notes}\n" if notes else ""),
+        latex=f"% {title}\n% {legend}\n" + (f"% {notes}\n" if notes else "") + tables.latex(head, body),
+        csv=tables.as_csv(rows),
+    )
+
+
+def told(label: str, run: Run, runs: Sequence[Run]) -> str:
+    """A method's name, with its run where there are several."""
+    return f"{label} ({run.name})" if len(runs) > 1 else label
+
+
+def _paper_form(run: Run) -> Form:
+    assert run.table is not None
+    grid = paper.grid(run.table, run.results, run.rows)
+    lines = paper.lines(grid)
+    classes = ["ours" if name in grid.rows else "more" for name, _ in lines]
+    return Form(
+        title=grid.title + (f" (scale {run.scale})" if run.scale else ""),
+        said="",
+        html=html_table(["", *grid.columns], [[name, *cells] for name, cells in lines], "grid", classes),
+        legend=paper.LEGEND.format(compared=grid.compared),
+        markdown=paper.as_markdown(grid),
+        latex=paper.as_latex(grid),
+        csv=paper.as_csv(grid),
+    )
+
+
+def html_table(
+    head: Sequence[str], body: Sequence[Sequence[str]], kind: str = "", rows: Sequence[str] = (), size: str = "whole"
+) -> str:
+    """A table in its own scrolling box; the first cell of a row is its heading. rows: a class for each row."""
+    top = "".join(f'<th scope="col">{escape(h)}</th>' for h in head)
+    lines = []
+    for k, (name, *cells) in enumerate(body):
+        inside = f'<th scope="row">{escape(name)}</th>' + "".join(f"<td>{escape(c)}</td>" for c in cells)
+        lines.append(f'<tr class="{rows[k]}">{inside}</tr>' if rows else f"<tr>{inside}</tr>")
+    table = f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+    return f'<div class="scroll {size}" tabindex="0" role="region" aria-label="table">{table}</div>'

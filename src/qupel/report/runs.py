@@ -1,0 +1,72 @@
+"""Run directories, read for a report: those of `qupel run`, `qupel train` and `qupel reproduce`, finished or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qupel.errors import UserError
+from qupel.report.tables import Result
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory: its settings and its finished cells, in the config's order of methods, then by seed."""
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    results: list[Result]
+    cells: int  # how many the config asks for
+    table: str | None = None  # of the paper, for a run of `qupel reproduce`
+    scale: str = ""
+    rows: tuple[str, ...] = ()  # of that table, in their order
+
+    @property
+    def one_place(self) -> bool:
+        """Trained in one place, not a federation."""
+        return bool(self.config["split"]["kind"] == "one")
+
+    @property
+    def note(self) -> str:
+        """What to say about the data beside every number."""
+        return next((r["data_note"] for r in self.results if r.get("data_note")), "")
+
+    def comparable(self, other: Run) -> bool:
+        """The same data, split the same way: clients of equal seeds can be compared one by one."""
+        mine, others = ({**r.config["data"], "folder": None} for r in (self, other))
+        return bool(mine == others and self.config["split"] == other.config["split"])
+
+
+def load_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs, each named by its folder, or by the end of its path where names repeat."""
+    once = list({f.resolve(): f for f in folders}.items())
+    repeat = len({path.name for path, _ in once}) < len(once)
+    return [load_run(f, f"{path.parent.name}/{path.name}" if repeat else path.name) for path, f in once]
+
+
+def load_run(folder: Path, name: str) -> Run:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is no run directory: it has no config.json")
+    config = _read(folder / "config.json")
+    if not isinstance(config, dict) or not {"methods", "seeds", "split", "data"} <= set(config):
+        raise UserError(f"{folder / 'config.json'} is not the config of a run")
+    order = {label: k for k, label in enumerate(config["methods"])}
+    results = [_read(path) for path in sorted(folder.glob("cells/*/result.json"))]
+    results = sorted((r for r in results if r["label"] in order), key=lambda r: (order[r["label"]], r["seed"]))
+    if not results:
+        raise UserError(f"{folder} has no finished cell yet (cells/*/result.json)")
+    about = _read(folder / "reproduce.json") if (folder / "reproduce.json").exists() else {}
+    cells = len(config["methods"]) * len(config["seeds"])
+    rows = tuple(about.get("rows", ()))
+    return Run(name, folder, config, results, cells, about.get("table"), about.get("scale", ""), rows)
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path} is damaged: not JSON") from None
