@@ -1,5 +1,7 @@
 """The comparison: means, spreads and tests by hand; rounds are chosen by validation data only."""
 
+import csv
+import io
 import math
 
 import pytest
@@ -131,13 +133,50 @@ def test_tables_and_markdown():
     rows = tables.rows(results)
     head, body = tables.federation_table(rows)
     assert head == ["method", "accuracy %", "selected %", "2-bit", "3-bit", "worst 10%", "spread", "model", "gain", "p"]
-    assert body[0] == ["A", "50.0 ± 0.0", "50.0", "50.0", "60.0", "50.0", "5.0", "1.0 kB", "", ""]
-    assert body[1][:2] == ["B", "50.0 ± 0.0"]
+    assert body[0] == ["A", "50.0", "50.0", "50.0", "60.0", "50.0", "5.0", "1.0 kB", "", ""]
+    assert body[1][:2] == ["B", "50.0"]  # one seed has no spread to tell
     assert body[1][8] == "+30.0"
     text = tables.markdown(head, body).splitlines()
     assert [r.count("|") for r in text] == [11] * 4
     head, body = tables.training_table(rows)
-    assert body[0] == ["A", "50.00", "-", "50.00 ± 0.00", "2", "1.0 kB"]
+    assert body[0] == ["A", "50.00", "-", "50.00", "2", "1.0 kB"]
+
+
+def test_two_seeds_tell_their_spread():
+    results = [cell("A", seed, line(1, 0.5 + seed / 50, clients=[0.5, 0.6])) for seed in (0, 1)]
+    rows = tables.rows(results)
+    assert tables.federation_table(rows)[1][0][1] == "51.0 ± 1.4"
+    assert tables.training_table(rows)[1][0][3] == "51.00 ± 1.41"
+
+
+def test_what_is_no_number_is_a_dash():
+    nan = math.nan
+    results = [cell("A", 0, line(1, nan, clients=[nan, 0.5])), cell("B", 0, line(1, 0.5, clients=[0.5, 0.6]))]
+    rows = tables.rows(results)
+    head, body = tables.federation_table(rows)
+    assert "nan" not in tables.markdown(head, body)
+    assert body[0][1] == "-"
+    assert tables.sentence(rows, 1000) == ""
+
+
+def test_marks():
+    assert [tables.mark(p) for p in (None, 0.2, 0.05, 0.049, 0.009, 0.0009)] == ["", "", "", "*", "**", "***"]
+
+
+def test_latex_and_markdown_keep_special_characters_apart():
+    head, body = ["method", "50%"], [["a|b & $x_1$ ~^\\{", "1.0 ± 0.2"]]
+    assert tables.markdown(head, body).splitlines()[2] == "| a\\|b & $x_1$ ~^\\{ | 1.0 ± 0.2 |"
+    tex = tables.latex(head, body)
+    assert r"method & 50\% \\" in tex
+    assert r"a|b \& \$x\_1\$ \textasciitilde{}\textasciicircum{}\textbackslash{}\{ & 1.0 $\pm$ 0.2 \\" in tex
+
+
+def test_csv_has_every_number_in_full():
+    results = [cell("A, the first", 0, line(1, 1 / 3, clients=[1 / 3, 0.6]))]
+    (first,) = csv.DictReader(io.StringIO(tables.as_csv(tables.rows(results))))
+    assert first["label"] == "A, the first"
+    assert float(first["mean"]) == pytest.approx(100 / 3, abs=1e-12)
+    assert (float(first["3-bit"]), first["p"]) == (60, "")
 
 
 def test_the_sentence_says_what_the_numbers_say():

@@ -8,7 +8,7 @@ where there are several; the column, in a table of the paper).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,13 @@ def compare(runs: Sequence[Run]) -> Comparison:
 # --- the charts ---
 
 
+def all_charts(c: Comparison) -> dict[str, Chart]:
+    """Every chart that these runs have numbers for, by its name."""
+    found = {"accuracy": accuracy(c), "clients": clients(c), "sizes": sizes(c), "weights": weights(c)}
+    told = {name: chart for name, chart in found.items() if chart}
+    return told | {f"diagnostics-{k}": chart for k, chart in enumerate(diagnostics(c))}
+
+
 def accuracy(c: Comparison) -> Chart:
     """Mean test accuracy of the deployed models over epochs; the band: lowest to highest seed."""
     lines = _lines(c, lambda line: 100 * line["test"])
@@ -119,8 +126,9 @@ def clients(c: Comparison) -> Chart | None:
                     points.setdefault(bits, []).append((100 * a, i, r["seed"]))
         for bits, found in sorted(points.items()):
             values, who, seeds = zip(*found, strict=True)
-            row = {"series": k, "bits": width(bits), "mean": number(np.mean(values)), "values": _numbers(values)}
-            rows.append(row | {"clients": list(who), "seeds": list(seeds)})
+            mean = float(np.mean(values))
+            row = {"series": k, "name": _name(s, bits, points), "mean": number(mean), "shown": f"{mean:.1f}"}
+            rows.append(row | {"values": _numbers(values), "clients": list(who), "seeds": list(seeds)})
     if max((max(row["clients"]) for row in rows), default=0) == 0:
         return None  # one client, or nothing told
     return {"kind": "dots", "x": "test accuracy, %", "unit": "%", "rows": rows}
@@ -138,9 +146,19 @@ def sizes(c: Comparison) -> Chart:
         for bits, per_seed in sorted(groups.items()):
             size, mean = np.array(per_seed).T
             std = float(np.std(mean, ddof=1)) if len(mean) > 1 else 0.0
-            point = {"series": k, "bits": width(bits), "x": number(np.mean(size)), "y": number(np.mean(mean))}
+            point = {
+                "series": k,
+                "name": _name(s, bits, groups),
+                "x": number(np.mean(size)),
+                "y": number(np.mean(mean)),
+            }
             points.append(point | {"std": number(std)})
     return {"kind": "scatter", "x": "bytes of a client's model", "y": "test accuracy, %", "unit": "%", "points": points}
+
+
+def _name(s: Series, bits: float, widths: Collection[float]) -> str:
+    """A series, with the bit width where it has several."""
+    return f"{s.label}, {width(bits)}" if len(widths) > 1 else s.label
 
 
 def _by_width(line: dict[str, Any]) -> list[tuple[float, float, float]]:
@@ -166,7 +184,10 @@ def weights(c: Comparison) -> Chart | None:
             for layer in told["centers"]:
                 paths = [(line["epoch"], w["centers"][layer]) for line, w in mine if layer in w["centers"]]
                 panel = {"series": k, "client": told["client"], "bits": width(told["bits"]), "layer": layer}
-                panel |= {"epochs": [number(e) for e, _ in paths], "centers": [_numbers(centers) for _, centers in paths]}
+                panel |= {
+                    "epochs": [number(e) for e, _ in paths],
+                    "centers": [_numbers(centers) for _, centers in paths],
+                }
                 taken = [(line["epoch"], w) for line, w in mine if layer in w.get("histograms", {})]
                 if taken:
                     epoch, w = taken[-1]

@@ -37,17 +37,13 @@ def write_report(folders: list[Path], out: Path | None = None) -> Path:
     runs = load_runs(folders)
     out = out or runs[0].folder / ("report" if len(runs) == 1 else "comparison")
     compared = charts.compare(runs)
-    told = {"accuracy": charts.accuracy(compared), "sizes": charts.sizes(compared)}
-    for name, chart in (("clients", charts.clients(compared)), ("weights", charts.weights(compared))):
-        if chart:
-            told[name] = chart
-    told |= {f"diagnostics-{k}": chart for k, chart in enumerate(charts.diagnostics(compared))}
-    tables = forms(runs)
+    told, tables = charts.all_charts(compared), forms(runs)
+    note = "; ".join(dict.fromkeys(run.note for run in runs if run.note))
     contents: dict[str, bytes | str] = {}
     for k, form in enumerate(tables):
         name = "table" if k == 0 else f"table-{k + 1}"
         contents |= {f"{name}.md": form.markdown, f"{name}.tex": form.latex, f"{name}.csv": form.csv}
-    contents |= figures.report_pictures(compared, told, "; ".join(dict.fromkeys(r.note for r in runs if r.note)))
+    contents |= figures.report_pictures(compared, told, note)
     contents["index.html"] = page(runs, compared, told, tables, sorted(contents))
     try:
         out.mkdir(parents=True, exist_ok=True)

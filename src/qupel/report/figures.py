@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STYLES = ("-", "--", ":", "-.", (0, (8, 3)), (0, (1, 3)))  # those of charts.DASHES
+MARKS = "os^Dv*"
 
 
 def split_picture(counts: np.ndarray, labels: Sequence[str], path: Path) -> None:
@@ -132,19 +133,17 @@ def report_pictures(c: Comparison, told: dict[str, Chart], note: str) -> dict[st
 
     found: dict[str, bytes] = {}
     small = [chart for name, chart in told.items() if name.startswith("diagnostics-")]
-    drawn: dict[str, Callable[[], Figure]] = {
-        "accuracy": lambda: _accuracy_picture(c, told["accuracy"]),
-        "sizes": lambda: _sizes_picture(c, told["sizes"]),
+    drawn = {
+        "accuracy": _accuracy_picture,
+        "clients": _clients_picture,
+        "sizes": _sizes_picture,
+        "weights": _weights_picture,
+        "diagnostics": _diagnostics_picture,
     }
-    if "clients" in told:
-        drawn["clients"] = lambda: _clients_picture(c, told["clients"])
-    if "weights" in told:
-        drawn["weights"] = lambda: _weights_picture(c, told["weights"])
-    if small:
-        drawn["diagnostics"] = lambda: _diagnostics_picture(c, small)
+    all_told: dict[str, Any] = {**told, **({"diagnostics": small} if small else {})}
     with rc_context({"svg.hashsalt": "qupel", "font.size": 9}):  # equal runs give equal files
-        for name, draw in drawn.items():
-            figure = draw()
+        for name in drawn.keys() & all_told.keys():
+            figure = drawn[name](c, all_told[name])
             if note:
                 figure.supxlabel(_name(note), fontsize=6.5, color="0.35")
             for kind in ("png", "svg"):
@@ -213,7 +212,7 @@ def _clients_picture(c: Comparison, chart: Chart) -> Figure:
         spread = np.random.default_rng(k).uniform(-0.28, 0.28, len(values))
         axes.scatter(values, k + spread, s=7, color=_color(s), alpha=0.6, linewidths=0)
         axes.plot([row["mean"]] * 2, [k - 0.38, k + 0.38], color="black", linewidth=1.5)
-    axes.set_yticks(range(len(rows)), [_name(f"{c.series[r['series']].label}, {r['bits']}") for r in rows])
+    axes.set_yticks(range(len(rows)), [_name(r["name"]) for r in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set(xlabel=chart["x"])
     _plain(axes)
@@ -221,17 +220,14 @@ def _clients_picture(c: Comparison, chart: Chart) -> Figure:
 
 
 def _sizes_picture(c: Comparison, chart: Chart) -> Figure:
-    figure = _new(6, 4)
+    figure = _new(7.5, 4)
     axes = figure.add_subplot()
     points = [p for p in chart["points"] if p["x"] is not None and p["y"] is not None]
-    seen = set()
     for p in points:
         s = c.series[p["series"]]
-        label = None if s.family in seen else _name(c.families[s.family])
-        seen.add(s.family)
-        axes.errorbar(p["x"], p["y"], yerr=p["std"], fmt="o", color=_color(s), capsize=2.5, markersize=5, label=label)
-        if len(points) <= 12:
-            axes.annotate(p["bits"], (p["x"], p["y"]), (5, 4), textcoords="offset points", fontsize=7, color="0.3")
+        label = _name(p["name"]) if len(points) <= 20 else None
+        mark = MARKS[s.dash]
+        axes.errorbar(p["x"], p["y"], yerr=p["std"], fmt=mark, color=_color(s), capsize=2.5, markersize=5, label=label)
     axes.set(xlabel=chart["x"], ylabel=chart["y"], xscale="log")
     if points:
         ends = [min(p["x"] for p in points) / 1.5, max(p["x"] for p in points) * 2]
@@ -239,7 +235,7 @@ def _sizes_picture(c: Comparison, chart: Chart) -> Figure:
         axes.set_xlim(*ends)
         axes.set_xticks(shown, [size(v) for v in shown])
         axes.minorticks_off()
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=6.5, loc="center left", bbox_to_anchor=(1, 0.5))
     _plain(axes)
     return figure
 

@@ -39,12 +39,13 @@ def forms(runs: Sequence[Run]) -> list[Form]:
             rest.append(run)
     while rest:
         group = [r for r in rest if r.comparable(rest[0])]
-        found.append(_form(group))
+        found.append(_form(group, alone=len(runs) == 1))
         rest = [r for r in rest if r not in group]
     return found
 
 
-def _form(runs: Sequence[Run]) -> Form:
+def _form(runs: Sequence[Run], alone: bool) -> Form:
+    """The comparison of these runs; alone: nothing else is in the report, so that names need not be said."""
     results = [{**r, "label": told(r["label"], run, runs)} for run in runs for r in run.results]
     rows = tables.rows(results)
     first, one = rows[0].label, runs[0].one_place
@@ -54,9 +55,10 @@ def _form(runs: Sequence[Run]) -> Form:
         for row, cells in zip(rows, body, strict=True):
             cells[-2] += tables.mark(row.p)
         legend += "; worst 10%: mean of the worst tenth of the clients; spread: std over clients"
-        legend += f". {GAIN.format(first=first)}" if len(rows) > 1 else "."
-    said = "" if one else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows))
-    title = ", ".join(run.name for run in runs)
+        if any(r.gain is not None for r in rows):
+            legend += f". {GAIN.format(first=first)}"
+    said = "" if one or len(rows) > 6 else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows))
+    title = "After the last round" + ("" if alone else f": {', '.join(run.name for run in runs)}")
     notes = " ".join(dict.fromkeys(run.note for run in runs if run.note))
     return Form(
         title=title,

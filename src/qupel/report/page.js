@@ -20,8 +20,9 @@
   };
   const isNumber = (v) => v !== null && v !== undefined;
   const extent = (values) => {
-    const some = values.filter(isNumber);
-    return some.length ? [Math.min(...some), Math.max(...some)] : [0, 1];
+    let [low, high] = [Infinity, -Infinity];
+    for (const v of values) if (isNumber(v)) [low, high] = [Math.min(low, v), Math.max(high, v)];
+    return low <= high ? [low, high] : [1, 10]; // nothing to show
   };
 
   // About `count` round numbers from low to high; on a log axis 1, 2, 5 times powers of ten, or the powers alone.
@@ -144,18 +145,21 @@
     const named = !small && width >= 640 && lines.length * 14 <= 330;
     const box = { left: 46, right: width - (named ? Math.min(20 + longest * 6.6, width * 0.36) : 8), top: 24, bottom: (small ? 190 : 380) - 40 };
     const [x0, x1] = extent(lines.flatMap((l) => l.x));
-    const [y0, y1] = padded(extent(lines.flatMap((l) => [...l.y, ...(l.low || []), ...(l.high || [])])), 0.04, spec.log);
+    const late = (l) => (_, k) => !host.zoomed || l.x[k] >= (x0 + x1) / 2; // zoomed: the later half says how high and low
+    const [y0, y1] = padded(extent(lines.flatMap((l) => [l.y, l.low || [], l.high || []].flatMap((v) => v.filter(late(l))))), 0.04, spec.log);
     const x = scale(x0, x1, box.left + 4, box.right - 4);
     const y = scale(y0, y1, box.bottom, box.top, spec.log);
     axes(svg, box,
-      { at: x, ticks: ticks(x0, x1, Math.max(2, (box.right - box.left) / 80)), format: plain, title: spec.x },
+      { at: x, ticks: ticks(x0, x1, Math.max(2, (box.right - box.left) / 65)), format: plain, title: spec.x },
       { at: y, ticks: ticks(y0, y1, small ? 3 : 6, spec.log), format: plain, title: spec.y });
+    const clip = add(add(svg, "clipPath", { id: `clip-${host.dataset.chart}` }), "rect", { x: 0, y: box.top - 4, width, height: box.bottom - box.top + 4 });
+    const inside = add(svg, "g", { "clip-path": `url(#${clip.parentNode.id})` });
     for (const l of lines) {
       if (l.low) {
         const there = l.x.map((_, k) => k).filter((k) => isNumber(l.low[k]) && isNumber(l.high[k]));
         const up = there.map((k) => `${x(l.x[k])},${y(l.high[k])}`);
         const down = there.map((k) => `${x(l.x[k])},${y(l.low[k])}`).reverse();
-        add(svg, "polygon", { class: "band", style: color(l.series), points: [...up, ...down].join(" ") });
+        add(inside, "polygon", { class: "band", style: color(l.series), points: [...up, ...down].join(" ") });
       }
     }
     for (const l of lines) {
@@ -165,9 +169,9 @@
         path += `${pen}${x(l.x[k]).toFixed(1)} ${y(v).toFixed(1)}`;
         pen = "L";
       });
-      add(svg, "path", { class: "line", style: color(l.series), d: path || "M0 0", "stroke-dasharray": dash(l.series), "data-series": label(l.series) });
+      add(inside, "path", { class: "line", style: color(l.series), d: path || "M0 0", "stroke-dasharray": dash(l.series), "data-series": label(l.series) });
       if (l.x.length <= 40)
-        l.y.forEach((v, k) => isNumber(v) && add(svg, "circle", { class: "dot", style: color(l.series), cx: x(l.x[k]), cy: y(v), r: small ? 2 : 3 }));
+        l.y.forEach((v, k) => isNumber(v) && add(inside, "circle", { class: "dot", style: color(l.series), cx: x(l.x[k]), cy: y(v), r: small ? 2 : 3 }));
     }
     if (named) nameEnds(svg, box, lines, x, y);
     const stops = [...new Set(lines.flatMap((l) => l.x))].sort((a, b) => a - b).map((v) => {
@@ -175,7 +179,7 @@
       found.sort(([a, i], [b, j]) => b.y[j] - a.y[i]);
       const f = valueOf(spec);
       return {
-        x: x(v), y: found.length ? y(found[0][0].y[found[0][1]]) : box.top, title: `${spec.x} ${plain(v)}`,
+        x: x(v), y: found.length ? Math.min(box.bottom, y(found[0][0].y[found[0][1]])) : box.top, title: `${spec.x} ${plain(v)}`,
         rows: found.map(([l, k]) => [l.series, label(l.series), f(l.y[k])]),
       };
     });
@@ -195,7 +199,7 @@
       limit = ends[k].y;
     }
     for (const e of ends) {
-      add(svg, "line", { class: "stroke faint", style: color(e.series), x1: e.x + 5, y1: e.at, x2: box.right + 8, y2: e.y });
+      add(svg, "line", { class: "leader", x1: e.x + 5, y1: e.at, x2: box.right + 8, y2: e.y });
       add(svg, "text", { class: "own", x: box.right + 12, y: e.y + 4 }, label(e.series));
     }
   }
@@ -207,8 +211,7 @@
     const wide = host.clientWidth >= 640;
     const each = wide ? 38 : 56;
     const { svg, width } = canvas(host, 30 + each * rows.length + 40, "each client's " + spec.x);
-    const name = (r) => `${label(r.series)}, ${r.bits}`;
-    const longest = Math.max(0, ...rows.map((r) => name(r).length));
+    const longest = Math.max(0, ...rows.map((r) => r.name.length));
     const box = { left: wide ? Math.min(12 + longest * 6.8, width * 0.42) : 10, right: width - 46, top: 10, bottom: 10 + each * rows.length };
     const [x0, x1] = padded(extent(rows.flatMap((r) => r.values)), 0.03);
     const x = scale(x0, x1, box.left, box.right);
@@ -216,7 +219,7 @@
     const stops = [];
     rows.forEach((r, k) => {
       const middle = box.top + each * k + (wide ? each / 2 : each - 18);
-      add(svg, "text", { class: "own halo", x: wide ? box.left - 12 : box.left, y: wide ? middle + 4 : middle - 18, "text-anchor": wide ? "end" : "start" }, name(r));
+      add(svg, "text", { class: "own halo", x: wide ? box.left - 12 : box.left, y: wide ? middle + 4 : middle - 18, "text-anchor": wide ? "end" : "start" }, r.name);
       const piles = new Map(); // dots that would cover one another stand above each other
       r.values.forEach((v, i) => {
         const key = Math.round(x(v) / 6);
@@ -227,10 +230,10 @@
           const step = Math.min(6, 28 / pile.length);
           const at = { x: x(r.values[i]), y: middle + (j - (pile.length - 1) / 2) * step };
           add(svg, "circle", { class: "dot faint", style: color(r.series), cx: at.x, cy: at.y, r: 2.6 });
-          stops.push({ ...at, title: name(r), rows: [[r.series, `client ${r.clients[i]}, seed ${r.seeds[i]}`, percent(r.values[i])]] });
+          stops.push({ ...at, title: r.name, rows: [[r.series, `client ${r.clients[i]}, seed ${r.seeds[i]}`, percent(r.values[i])]] });
         });
       add(svg, "line", { class: "mean", x1: x(r.mean), x2: x(r.mean), y1: middle - 15, y2: middle + 15 });
-      add(svg, "text", { class: "own", x: box.right + 8, y: middle + 4 }, r.mean.toFixed(1));
+      add(svg, "text", { class: "own", x: box.right + 8, y: middle + 4 }, r.shown);
     });
     values(host, svg, box, stops, (s, px, py) => Math.hypot(s.x - px, s.y - py), false);
   }
@@ -249,26 +252,25 @@
       { at: x, ticks: ticks(x0, x1, width / 90, true), format: bytes, title: spec.x + " (log)" },
       { at: y, ticks: ticks(y0, y1, 6), format: plain, title: spec.y });
     const taken = [];
-    const name = (p) => `${label(p.series)}, ${p.bits}`;
     for (const p of points) {
       if (p.std) add(svg, "line", { class: "stroke", style: color(p.series), x1: x(p.x), x2: x(p.x), y1: y(p.y - p.std), y2: y(p.y + p.std) });
       add(svg, "circle", { class: "dot", style: color(p.series), cx: x(p.x), cy: y(p.y), r: 5 });
       taken.push([x(p.x) - 6, y(p.y) - 6, x(p.x) + 6, y(p.y) + 6]);
     }
     for (const p of points) { // a name beside its point where there is room; the rest tell theirs on hover
-      const w = name(p).length * 6.4;
+      const w = p.name.length * 6.4;
       const spots = [[9, 4], [-9 - w, 4], [-w / 2, -12], [-w / 2, 20], [9, -9], [9, 17], [-9 - w, -9], [-9 - w, 17]];
       for (const [dx, dy] of spots) {
         const b = [x(p.x) + dx, y(p.y) + dy - 11, x(p.x) + dx + w, y(p.y) + dy + 3];
         const free = taken.every((t) => b[2] < t[0] || b[0] > t[2] || b[3] < t[1] || b[1] > t[3]);
         if (!free || b[0] < box.left || b[2] > width || b[1] < 14 || b[3] > box.bottom) continue;
         taken.push(b);
-        add(svg, "text", { class: "own halo", x: b[0], y: b[3] - 3 }, name(p));
+        add(svg, "text", { class: "own halo", x: b[0], y: b[3] - 3 }, p.name);
         break;
       }
     }
     const stops = points.map((p) => ({
-      x: x(p.x), y: y(p.y), title: name(p),
+      x: x(p.x), y: y(p.y), title: p.name,
       rows: [[p.series, "accuracy", percent(p.y) + (p.std ? ` ± ${p.std.toFixed(2)}` : "")], [null, "model", bytes(p.x)]],
     })).sort((a, b) => a.x - b.x);
     values(host, svg, box, stops, (s, px, py) => Math.hypot(s.x - px, s.y - py), false);
@@ -300,7 +302,8 @@
       add(svg, "path", { class: "line", style: color(panel.series), d: d || "M0 0" });
       for (const [v, e] of way) {
         if (way.length <= 40) add(svg, "circle", { class: "dot", style: color(panel.series), cx: x(v), cy: y(e), r: 2.5 });
-        stops.push({ x: x(v), y: y(e), title: `center ${j + 1} of ${count}`, rows: [[panel.series, `epoch ${plain(e)}`, plain(v)]] });
+        const since = [null, `since epoch ${plain(way[0][1])}`, (v < way[0][0] ? "" : "+") + plain(v - way[0][0])];
+        stops.push({ x: x(v), y: y(e), title: `center ${j + 1} of ${count}`, rows: [[panel.series, `epoch ${plain(e)}`, plain(v)], since] });
       }
     }
     if (h) {
@@ -310,7 +313,7 @@
       const bar = scale(0, top, low.bottom, low.top);
       const shares = ticks(0, top * top * 100, 3).filter((v) => v > 0);
       axes(svg, low, xAxis, { at: (v) => bar(Math.sqrt(v / 100)), ticks: shares, format: (v) => plain(v) + " %", title: "" });
-      add(svg, "text", { x: 0, y: low.top - 12 }, `weights at epoch ${plain(h.epoch)}: share in each of ${h.counts.length} bins (square-root scale)`);
+      add(svg, "text", { x: 0, y: low.top - 12 }, `weights at epoch ${plain(h.epoch)}, share per bin (√ scale)`);
       h.counts.forEach((n, k) => {
         const left = h.low + k * step;
         const a = x(left), b = step ? x(left + step) : a + 2;
@@ -318,7 +321,7 @@
         stops.push({ x: (a + b) / 2, y: low.bottom - 30, bin: true, title: `${plain(left)} to ${plain(left + step)}`, rows: [[panel.series, "weights", `${n} (${((100 * n) / total).toFixed(2)} %)`]] });
       });
       for (const c of h.centers) add(svg, "line", { class: "cross", x1: x(c), x2: x(c), y1: y(h.epoch), y2: low.bottom });
-      add(svg, "text", { class: "own halo", x: low.right, y: low.top + 6, "text-anchor": "end" }, `${(100 * h.on).toFixed(1)} % sit on a center`);
+      add(svg, "text", { class: "own halo", x: low.right, y: low.top + 14, "text-anchor": "end" }, `${(100 * h.on).toFixed(1)} % sit on a center`);
     }
     values(host, svg, { top: box.top, bottom: low.bottom }, stops,
       (s, px, py) => (s.bin ? (py > low.top - 10 ? Math.abs(s.x - px) : Infinity) : Math.hypot(s.x - px, s.y - py)), false);
@@ -351,12 +354,12 @@
       return [[spec.x, ...spec.lines.map((l) => label(l.series))], rows];
     }
     if (spec.kind === "dots") {
-      const each = (r) => r.values.map((v, i) => [label(r.series), r.bits, String(r.clients[i]), String(r.seeds[i]), percent(v)]);
-      return [["method", "bits", "client", "seed", "accuracy"], spec.rows.flatMap(each)];
+      const each = (r) => r.values.map((v, i) => [r.name, String(r.clients[i]), String(r.seeds[i]), percent(v)]);
+      return [["method", "client", "seed", "accuracy"], spec.rows.flatMap(each)];
     }
     if (spec.kind === "scatter") {
-      const rows = spec.points.map((p) => [label(p.series), p.bits, bytes(p.x), cell(p.y), isNumber(p.std) ? p.std.toFixed(2) : ""]);
-      return [["method", "bits", "model", "accuracy", "std"], rows];
+      const rows = spec.points.map((p) => [p.name, bytes(p.x), cell(p.y), isNumber(p.std) ? p.std.toFixed(2) : ""]);
+      return [["method", "model", "accuracy", "std"], rows];
     }
     const rows = spec.panels.flatMap((p) => p.epochs.map((e, k) => [...pickers.map((g) => g(p)), plain(e), p.centers[k].map(plain).join("  ")]));
     return [["method", "client", "layer", "epoch", "centers"], rows];
@@ -387,6 +390,13 @@
       if (!set.delete(k)) set.add(k);
       button.setAttribute("aria-pressed", String(!set.has(k)));
       draw();
+    }));
+  document.querySelectorAll(".zoom").forEach((button) =>
+    button.addEventListener("click", () => {
+      const host = button.closest("figure").querySelector(".chart");
+      host.zoomed = !host.zoomed;
+      button.setAttribute("aria-pressed", String(host.zoomed));
+      drawLines(host, page.charts[host.dataset.chart]);
     }));
   hosts.forEach(([host, spec]) => {
     const figure = host.closest("figure");

@@ -16,10 +16,14 @@ from qupel.report.runs import Run
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(runs: Sequence[Run], c: Comparison, told: dict[str, Chart], tables: Sequence[Form], beside: Sequence[str]) -> str:
+def page(
+    runs: Sequence[Run], c: Comparison, told: dict[str, Chart], tables: Sequence[Form], beside: Sequence[str]
+) -> str:
     """The page. told: the charts by name; beside: files that lie next to it."""
     title = ", ".join(run.name for run in runs)
-    series = [{"label": s.label, "family": s.family, "variant": s.variant, "color": s.color, "dash": s.dash} for s in c.series]
+    series = [
+        {"label": s.label, "family": s.family, "variant": s.variant, "color": s.color, "dash": s.dash} for s in c.series
+    ]
     data = {"series": series, "dashes": charts.DASHES, "charts": told}
     links = ", ".join(f'<a href="{escape(name)}">{escape(name)}</a>' for name in beside)
     parts = [
@@ -28,7 +32,7 @@ def page(runs: Sequence[Run], c: Comparison, told: dict[str, Chart], tables: Seq
         *(f'<p class="note">{escape(text)}</p>' for text in _unfinished(runs)),
         _tables(tables, notes(runs)),
         switches(c),
-        *_figures(told, notes(runs)),
+        *_figures(told, notes(runs), not all(run.one_place for run in runs)),
         "<section><h2>Settings</h2>" + "".join(settings(run) for run in runs) + "</section>",
         f'<p class="soft">Beside this page, for a paper: {links}.</p>',
     ]
@@ -120,7 +124,7 @@ def switches(c: Comparison) -> str:
 PICK = ("method", "client", "layer")
 
 
-def _figures(told: dict[str, Chart], note: str) -> list[str]:
+def _figures(told: dict[str, Chart], note: str, federated: bool) -> list[str]:
     found = [
         _figure(
             "accuracy",
@@ -128,13 +132,14 @@ def _figures(told: dict[str, Chart], note: str) -> list[str]:
             "Mean test accuracy of the models that would be shipped at that moment. The band goes from the lowest to "
             "the highest seed. A model that is quantized along the way may dip where it is.",
             note,
+            '<button type="button" class="zoom" aria-pressed="false">zoom to the end</button>',
         )
     ]
     if "clients" in told:
         lead = "Test accuracy of each client's own model after the last round. A dot is a client of a seed, the bar the mean."
         found.append(_figure("clients", "Every client, by bit width", lead, note))
-    else:
-        why = "Runs with one client, or with more than 200, keep no list of their clients."
+    elif federated:
+        why = "runs with more than 200 clients keep no list of them."
         found.append(f'<section><h2>Every client</h2><p class="soft">Not shown: {why}</p></section>')
     lead = "Clients of equal bit width together: mean accuracy (bar: std over seeds) against the bytes of one model."
     found.append(_figure("sizes", "Accuracy against size", lead, note))

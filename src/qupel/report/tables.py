@@ -116,8 +116,8 @@ def _paired(cells: Sequence[Result], reference: Sequence[Result]) -> tuple[float
     if len(pairs) < 2:
         return None, None
     difference = 100 * (np.array([a for a, _ in pairs]) - np.array([b for _, b in pairs]))
-    if np.ptp(difference) == 0:
-        return (1.0 if difference[0] == 0 else 0.0), float(difference[0])
+    if np.ptp(difference) < 1e-9:  # equal but for rounding
+        return (1.0 if abs(difference[0]) < 1e-9 else 0.0), float(difference[0])
     return float(stats.ttest_1samp(difference, 0.0).pvalue), float(difference.mean())
 
 
@@ -142,13 +142,30 @@ def federation_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         chosen = [_number(r.selected)] if selected else []
         gain = "" if r.gain is None else f"{r.gain:+.1f}"
         p = "" if r.p is None else ("<1e-4" if r.p < 1e-4 else f"{r.p:.4f}")
-        mean = f"{_number(r.mean)} ± {r.std:.1f}" if math.isfinite(r.mean) else "-"
-        body.append([r.label, mean, *chosen, *shown, _number(r.worst), _number(r.spread), size(r.model_bytes), gain, p])
+        body.append(
+            [
+                r.label,
+                _mean_std(r, 1),
+                *chosen,
+                *shown,
+                _number(r.worst),
+                _number(r.spread),
+                size(r.model_bytes),
+                gain,
+                p,
+            ]
+        )
     return head, body
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:.1f}"
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _mean_std(r: Row, digits: int) -> str:
+    """One seed has no spread to tell."""
+    alone = r.seeds < 2 or not math.isfinite(r.mean)
+    return _number(r.mean, digits) + ("" if alone else f" ± {r.std:.{digits}f}")
 
 
 def mark(p: float | None) -> str:
@@ -162,9 +179,9 @@ def training_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     body = [
         [
             r.label,
-            f"{r.float_mean:.2f}",
-            "-" if r.before_tuning is None else f"{r.before_tuning:.2f}",
-            f"{r.mean:.2f} ± {r.std:.2f}",
+            _number(r.float_mean, 2),
+            _number(r.before_tuning, 2),
+            _mean_std(r, 2),
             f"{r.bits:.3g}",
             size(r.model_bytes),
         ]
@@ -178,7 +195,11 @@ def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
 
 
-_TEX = {c: "\\" + c for c in "&%$#_{}"} | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_TEX = {c: "\\" + c for c in "&%$#_{}"} | {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+}
 _TEX |= {"±": r"$\pm$", "<": "$<$", ">": "$>$", "*": "$^*$"}
 
 
