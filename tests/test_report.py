@@ -15,8 +15,8 @@ from importlib.resources import files
 import numpy as np
 import pytest
 from PIL import Image
-from runs import LAYERS, line, result, write_run
 
+from made_runs import LAYERS, line, result, write_run
 from qupel.errors import UserError
 from qupel.report import charts, figures, forms, page
 from qupel.report.commands import write_report
@@ -188,7 +188,7 @@ def test_a_report_is_complete_and_the_same_every_time(tmp_path):
                 assert min(image.size) > 300
         else:
             assert ET.parse(path).getroot().tag.endswith("svg")
-    head, rule, *rows = [text for text in (target.parent / "table.md").read_text().splitlines() if "|" in text]
+    head, _, *rows = [text for text in (target.parent / "table.md").read_text().splitlines() if "|" in text]
     assert head.startswith("| method | accuracy % | 2-bit | 3-bit |")
     assert [row.split(" | ")[0] for row in rows] == [f"| {label}" for label in METHODS]
     assert (target.parent / "table.tex").read_text().count(r"\\") == 4

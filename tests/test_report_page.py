@@ -4,12 +4,12 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-import browser as chromium
 import numpy as np
 import pytest
 from PIL import Image
-from runs import result, write_run
 
+import browser as chromium
+from made_runs import result, write_run
 from qupel.report import charts, forms
 from qupel.report.page import page
 from qupel.report.runs import load_runs
@@ -96,7 +96,9 @@ def test_hovering_a_point_tells_its_values(window, written, results):
 def test_hovering_a_client_tells_who_it_is(window, written, results):
     window.open(written)
     window.run("document.querySelector('#clients').scrollIntoView()")
-    where = "const r = document.querySelector('#clients circle').getBoundingClientRect(); return [r.left + 2.6, r.top + 2.6]"
+    where = """
+        const r = document.querySelector('#clients circle').getBoundingClientRect();
+        return [r.left + 2.6, r.top + 2.6]"""
     window.move(*window.run(where))
     told = window.run("return document.querySelector('#clients .tip').innerText")
     words = told.replace("\n", " ")
@@ -167,7 +169,8 @@ def test_nothing_overflows(window, written, width):
     texts = """
         const clash = [];
         for (const svg of document.querySelectorAll('.chart svg')) {
-            const boxes = [...svg.querySelectorAll('text')].filter(t => t.textContent).map(t => [t, t.getBoundingClientRect()]);
+            const written = [...svg.querySelectorAll('text')].filter(t => t.textContent);
+            const boxes = written.map(t => [t, t.getBoundingClientRect()]);
             boxes.forEach(([a, p], i) => boxes.slice(i + 1).forEach(([b, q]) => {
                 const across = Math.min(p.right, q.right) - Math.max(p.left, q.left);
                 const down = Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top);
@@ -184,7 +187,7 @@ def test_light_and_dark(window, written):
         window.open(written, dark=dark)
         colors = window.run("""
             const style = (q, name) => getComputedStyle(document.querySelector(q))[name];
-            return [style('body', 'backgroundColor'), style('body', 'color'), style('#accuracy path.line', 'stroke')]""")
+            return [style('body', 'backgroundColor'), style('body', 'color'), style('path.line', 'stroke')]""")
         pixels = np.asarray(Image.open(io.BytesIO(window.screenshot())).convert("L"), dtype=float)
         seen[dark] = (colors, np.median(pixels), np.ptp(pixels))
     (light, paper, spread), (dark, night, other) = seen[False], seen[True]

@@ -4,12 +4,12 @@ import json
 
 import pytest
 import torch
-from tiny import local, make_job, mlp, recipe, run_inline
 
 from qupel.algorithms.base import Deployed
 from qupel.codebook import Codebook, plan_bits
 from qupel.engine.weights import BINS, histogram, shown_clients, told
 from qupel.flat import Layout
+from tiny import local, make_job, mlp, recipe, run_inline
 
 LAYER = "2.weight"  # of tiny.mlp
 

@@ -38,7 +38,7 @@ def told(client: int, x: Tensor, model: Deployed, with_weights: bool) -> dict[st
 
 
 def histogram(x: Tensor, q: Tensor) -> dict[str, Any]:
-    """Counts of a layer's weights x (k,) in equal bins from low to high, and the share that sits on its center q (k,)."""
+    """Counts of a layer's weights x (k,) in equal bins, and the share of them that sit on their centers q (k,)."""
     low, high = float(x.min()), float(x.max())
     counts = torch.histc(x, BINS, low, high).int().tolist() if low < high else [len(x)]
     return {"low": short(low), "high": short(high), "on": short(float((x == q).double().mean())), "counts": counts}

@@ -116,7 +116,7 @@ def _lines(c: Comparison, value: Callable[[dict[str, Any]], float | None]) -> li
 
 def clients(c: Comparison) -> Chart | None:
     """Every client's last test accuracy, a row for each series and bit width; None where no run tells its clients."""
-    rows = []
+    rows: list[Chart] = []
     for k, s in enumerate(c.series):
         points: dict[float, list[tuple[float, int, int]]] = {}  # bits -> (accuracy, client, seed)
         for r in s.results:
@@ -135,13 +135,14 @@ def clients(c: Comparison) -> Chart | None:
 
 
 def sizes(c: Comparison) -> Chart:
-    """Last test accuracy against the bytes of a client's model: a point for each series and bit width, mean over clients
-    and seeds, with the std over seeds."""
-    points = []
+    """Last test accuracy against the bytes of a client's model: the mean over clients and seeds, with the std over
+    seeds. A few series have a point for each bit width, many one each; `group`: points that a line joins."""
+    points: list[Chart] = []
+    few = len(c.series) <= 8
     for k, s in enumerate(c.series):
         groups: dict[float, list[tuple[float, float]]] = {}  # bits -> per seed (bytes, accuracy)
         for r in s.results:
-            for bits, size, mean in _by_width(r["lines"][-1]):
+            for bits, size, mean in _by_width(r["lines"][-1], few):
                 groups.setdefault(bits, []).append((size, mean))
         for bits, per_seed in sorted(groups.items()):
             size, mean = np.array(per_seed).T
@@ -152,7 +153,7 @@ def sizes(c: Comparison) -> Chart:
                 "x": number(np.mean(size)),
                 "y": number(np.mean(mean)),
             }
-            points.append(point | {"std": number(std)})
+            points.append(point | {"std": number(std), "group": k if few else s.family})
     return {"kind": "scatter", "x": "bytes of a client's model", "y": "test accuracy, %", "unit": "%", "points": points}
 
 
@@ -161,21 +162,22 @@ def _name(s: Series, bits: float, widths: Collection[float]) -> str:
     return f"{s.label}, {width(bits)}" if len(widths) > 1 else s.label
 
 
-def _by_width(line: dict[str, Any]) -> list[tuple[float, float, float]]:
-    """(bits, mean bytes, mean accuracy in percent) of the clients of each bit width; of all where they are not told."""
+def _by_width(line: dict[str, Any], apart: bool) -> list[tuple[float, float, float]]:
+    """(bits, mean bytes, mean accuracy in percent) of the clients of each bit width; of all where they are not told, or
+    not wanted apart."""
     told = line.get("clients")
-    if not told:
+    if not told or not apart:
         return [(line["bits"], line["model_bytes"], 100 * line["test"])]
     found: dict[float, list[tuple[float, float]]] = {}
     for a, bits, size in zip(told["test"], told["bits"], told["bytes"], strict=True):
         if a is not None:
             found.setdefault(bits, []).append((size, 100 * a))
-    return [(bits, *(float(v) for v in np.mean(pairs, 0))) for bits, pairs in found.items()]
+    return [(bits, float(np.mean([s for s, _ in v])), float(np.mean([a for _, a in v]))) for bits, v in found.items()]
 
 
 def weights(c: Comparison) -> Chart | None:
-    """How centers moved, and the weights around them before fine-tuning: a panel for every series, client and layer that
-    a run tells of (its first seed). None where no run does."""
+    """How centers moved, and the weights around them before fine-tuning: a panel for every series, client and layer
+    that a run tells of (its first seed). None where no run does."""
     panels = []
     for k, s in enumerate(c.series):
         lines = [line for line in s.results[0]["lines"] if line.get("weights")]

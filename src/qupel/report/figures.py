@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +109,11 @@ def _curve(result: dict[str, Any]) -> dict[int, float]:
     return {line["round"]: 100 * line["test"] for line in result["lines"]}
 
 
-def _apart(sizes: Sequence[float]) -> list[float]:
+def _apart(sizes: Sequence[float], ratio: float = 1.8) -> list[float]:
     """Those sizes whose labels do not overlap on a log axis."""
     kept: list[float] = []
     for value in sizes:
-        if not kept or value > 1.8 * kept[-1]:
+        if not kept or value > ratio * kept[-1]:
             kept.append(value)
     return kept
 
@@ -133,7 +133,7 @@ def report_pictures(c: Comparison, told: dict[str, Chart], note: str) -> dict[st
 
     found: dict[str, bytes] = {}
     small = [chart for name, chart in told.items() if name.startswith("diagnostics-")]
-    drawn = {
+    drawn: dict[str, Callable[[Comparison, Any], Figure]] = {
         "accuracy": _accuracy_picture,
         "clients": _clients_picture,
         "sizes": _sizes_picture,
@@ -220,22 +220,26 @@ def _clients_picture(c: Comparison, chart: Chart) -> Figure:
 
 
 def _sizes_picture(c: Comparison, chart: Chart) -> Figure:
-    figure = _new(7.5, 4)
+    figure = _new(6, 4)
     axes = figure.add_subplot()
     points = [p for p in chart["points"] if p["x"] is not None and p["y"] is not None]
-    for p in points:
-        s = c.series[p["series"]]
-        label = _name(p["name"]) if len(points) <= 20 else None
-        mark = MARKS[s.dash]
-        axes.errorbar(p["x"], p["y"], yerr=p["std"], fmt=mark, color=_color(s), capsize=2.5, markersize=5, label=label)
+    groups = list(dict.fromkeys(p["group"] for p in points))
+    for k, group in enumerate(groups):
+        mine = sorted((p for p in points if p["group"] == group), key=lambda p: p["x"])
+        s = c.series[mine[0]["series"]]
+        label = s.label if len({p["series"] for p in mine}) == 1 else c.families[s.family]
+        x = np.array([p["x"] for p in mine]) * 1.015 ** (k - (len(groups) - 1) / 2)  # bars side by side
+        y, std = [p["y"] for p in mine], [p["std"] for p in mine]
+        mark, style = MARKS[s.dash], {"color": _color(s), "capsize": 2.5, "markersize": 5, "linewidth": 1}
+        axes.errorbar(x, y, yerr=std, fmt=f"{mark}-", label=_name(label), **style)
     axes.set(xlabel=chart["x"], ylabel=chart["y"], xscale="log")
     if points:
         ends = [min(p["x"] for p in points) / 1.5, max(p["x"] for p in points) * 2]
-        shown = _apart(sorted({p["x"] for p in points}))
+        shown = _apart(sorted({p["x"] for p in points}), 1.2)
         axes.set_xlim(*ends)
         axes.set_xticks(shown, [size(v) for v in shown])
         axes.minorticks_off()
-        axes.legend(frameon=False, fontsize=6.5, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.legend(frameon=False, fontsize=8)
     _plain(axes)
     return figure
 

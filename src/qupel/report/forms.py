@@ -30,7 +30,7 @@ class Form:
 
 
 def forms(runs: Sequence[Run]) -> list[Form]:
-    """A table for each run that reproduces one of the paper's, and for each group of other runs that can be compared."""
+    """A table for each run that reproduces one of the paper's, and for each group of others that can be compared."""
     found, rest = [], []
     for run in runs:
         if run.table in paper.TABLES:
@@ -79,12 +79,21 @@ def told(label: str, run: Run, runs: Sequence[Run]) -> str:
 def _paper_form(run: Run) -> Form:
     assert run.table is not None
     grid = paper.grid(run.table, run.results, run.rows)
-    lines = paper.lines(grid)
-    classes = ["ours" if name in grid.rows else "more" for name, _ in lines]
+    body: list[list[str]] = []
+    for name, texts in paper.lines(grid):
+        if name in grid.rows:
+            cells = grid.cells[grid.rows.index(name)]
+        if name != grid.compared:
+            body.append([name, *texts])
+            continue
+        # the interval goes below the gain: a screen is narrower than a text
+        body.append([name, *("" if c.gain is None else f"{c.gain:+.2f}{c.mark}" for c in cells)])
+        body.append(["95 % interval", *("" if c.low is None else f"{c.low:+.2f} to {c.high:+.2f}" for c in cells)])
+    classes = ["ours" if name in grid.rows else "more" for name, *_ in body]
     return Form(
         title=grid.title + (f" (scale {run.scale})" if run.scale else ""),
         said="",
-        html=html_table(["", *grid.columns], [[name, *cells] for name, cells in lines], "grid", classes),
+        html=html_table(["", *grid.columns], body, "grid", classes),
         legend=paper.LEGEND.format(compared=grid.compared),
         markdown=paper.as_markdown(grid),
         latex=paper.as_latex(grid),

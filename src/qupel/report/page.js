@@ -142,7 +142,7 @@
     const lines = spec.lines.filter((l) => shown(l.series));
     const { svg, width } = canvas(host, small ? 190 : 380, spec.y + " by " + spec.x);
     const longest = Math.max(0, ...lines.map((l) => label(l.series).length));
-    const named = !small && width >= 640 && lines.length * 14 <= 330;
+    const named = !small && width >= 640 && lines.length <= 12;
     const box = { left: 46, right: width - (named ? Math.min(20 + longest * 6.6, width * 0.36) : 8), top: 24, bottom: (small ? 190 : 380) - 40 };
     const [x0, x1] = extent(lines.flatMap((l) => l.x));
     const late = (l) => (_, k) => !host.zoomed || l.x[k] >= (x0 + x1) / 2; // zoomed: the later half says how high and low
@@ -252,16 +252,23 @@
       { at: x, ticks: ticks(x0, x1, width / 90, true), format: bytes, title: spec.x + " (log)" },
       { at: y, ticks: ticks(y0, y1, 6), format: plain, title: spec.y });
     const taken = [];
+    const groups = [...new Set(points.map((p) => p.group))];
+    for (const g of groups) {
+      const mine = points.filter((p) => p.group === g).sort((a, b) => a.x - b.x);
+      for (const p of mine) p.px = x(p.x) + (groups.indexOf(g) - (groups.length - 1) / 2) * 3; // bars side by side
+      const d = mine.map((p, k) => `${k ? "L" : "M"}${p.px} ${y(p.y)}`).join("");
+      add(svg, "path", { class: "join", style: color(mine[0].series), d });
+    }
     for (const p of points) {
-      if (p.std) add(svg, "line", { class: "stroke", style: color(p.series), x1: x(p.x), x2: x(p.x), y1: y(p.y - p.std), y2: y(p.y + p.std) });
-      add(svg, "circle", { class: "dot", style: color(p.series), cx: x(p.x), cy: y(p.y), r: 5 });
-      taken.push([x(p.x) - 6, y(p.y) - 6, x(p.x) + 6, y(p.y) + 6]);
+      if (p.std) add(svg, "line", { class: "stroke", style: color(p.series), x1: p.px, x2: p.px, y1: y(p.y - p.std), y2: y(p.y + p.std) });
+      add(svg, "circle", { class: "dot", style: color(p.series), cx: p.px, cy: y(p.y), r: 5 });
+      taken.push([p.px - 6, y(p.y) - 6, p.px + 6, y(p.y) + 6]);
     }
     for (const p of points) { // a name beside its point where there is room; the rest tell theirs on hover
       const w = p.name.length * 6.4;
       const spots = [[9, 4], [-9 - w, 4], [-w / 2, -12], [-w / 2, 20], [9, -9], [9, 17], [-9 - w, -9], [-9 - w, 17]];
       for (const [dx, dy] of spots) {
-        const b = [x(p.x) + dx, y(p.y) + dy - 11, x(p.x) + dx + w, y(p.y) + dy + 3];
+        const b = [p.px + dx, y(p.y) + dy - 11, p.px + dx + w, y(p.y) + dy + 3];
         const free = taken.every((t) => b[2] < t[0] || b[0] > t[2] || b[3] < t[1] || b[1] > t[3]);
         if (!free || b[0] < box.left || b[2] > width || b[1] < 14 || b[3] > box.bottom) continue;
         taken.push(b);
@@ -270,7 +277,7 @@
       }
     }
     const stops = points.map((p) => ({
-      x: x(p.x), y: y(p.y), title: p.name,
+      x: p.px, y: y(p.y), title: p.name,
       rows: [[p.series, "accuracy", percent(p.y) + (p.std ? ` ± ${p.std.toFixed(2)}` : "")], [null, "model", bytes(p.x)]],
     })).sort((a, b) => a.x - b.x);
     values(host, svg, box, stops, (s, px, py) => Math.hypot(s.x - px, s.y - py), false);
@@ -313,7 +320,7 @@
       const bar = scale(0, top, low.bottom, low.top);
       const shares = ticks(0, top * top * 100, 3).filter((v) => v > 0);
       axes(svg, low, xAxis, { at: (v) => bar(Math.sqrt(v / 100)), ticks: shares, format: (v) => plain(v) + " %", title: "" });
-      add(svg, "text", { x: 0, y: low.top - 12 }, `weights at epoch ${plain(h.epoch)}, share per bin (√ scale)`);
+      add(svg, "text", { x: 0, y: low.top - 12 }, `weights at epoch ${plain(h.epoch)} (√ share per bin), ${(100 * h.on).toFixed(1)} % on centers`);
       h.counts.forEach((n, k) => {
         const left = h.low + k * step;
         const a = x(left), b = step ? x(left + step) : a + 2;
@@ -321,7 +328,6 @@
         stops.push({ x: (a + b) / 2, y: low.bottom - 30, bin: true, title: `${plain(left)} to ${plain(left + step)}`, rows: [[panel.series, "weights", `${n} (${((100 * n) / total).toFixed(2)} %)`]] });
       });
       for (const c of h.centers) add(svg, "line", { class: "cross", x1: x(c), x2: x(c), y1: y(h.epoch), y2: low.bottom });
-      add(svg, "text", { class: "own halo", x: low.right, y: low.top + 14, "text-anchor": "end" }, `${(100 * h.on).toFixed(1)} % sit on a center`);
     }
     values(host, svg, { top: box.top, bottom: low.bottom }, stops,
       (s, px, py) => (s.bin ? (py > low.top - 10 ? Math.abs(s.x - px) : Infinity) : Math.hypot(s.x - px, s.y - py)), false);

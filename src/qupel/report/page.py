@@ -110,10 +110,10 @@ def switches(c: Comparison) -> str:
             first = next(s for s in c.series if (s.family if kind == "family" else s.variant) == k)
             color = f"var(--s{first.color})" if kind == "family" else "currentColor"
             dash = charts.DASHES[first.dash if kind == "variant" else k // len(charts.LIGHT) % len(charts.DASHES)]
-            chip = f'<line x1="1" x2="21" y1="5" y2="5" style="stroke: {color}; stroke-width: 3" stroke-dasharray="{dash}"/>'
+            path = f'<path d="M1 5H21" style="stroke: {color}; stroke-width: 3" stroke-dasharray="{dash}"/>'
             buttons.append(
                 f'<button type="button" aria-pressed="true" data-kind="{kind}" data-index="{k}">'
-                f'<svg width="22" height="10" aria-hidden="true">{chip}</svg>{escape(name)}</button>'
+                f'<svg width="22" height="10" aria-hidden="true">{path}</svg>{escape(name)}</button>'
             )
         rows.append(f'<div role="group" aria-label="show or hide">{"".join(buttons)}</div>')
     return f'<nav class="switches">{"".join(rows)}</nav>' if rows else ""
@@ -136,12 +136,14 @@ def _figures(told: dict[str, Chart], note: str, federated: bool) -> list[str]:
         )
     ]
     if "clients" in told:
-        lead = "Test accuracy of each client's own model after the last round. A dot is a client of a seed, the bar the mean."
+        lead = (
+            "Test accuracy of the clients' own models at the end: a dot for each client and seed, a bar for the mean."
+        )
         found.append(_figure("clients", "Every client, by bit width", lead, note))
     elif federated:
         why = "runs with more than 200 clients keep no list of them."
         found.append(f'<section><h2>Every client</h2><p class="soft">Not shown: {why}</p></section>')
-    lead = "Clients of equal bit width together: mean accuracy (bar: std over seeds) against the bytes of one model."
+    lead = "Mean accuracy after the last round (bar: std over seeds) against the mean bytes of a client's model."
     found.append(_figure("sizes", "Accuracy against size", lead, note))
     if "weights" in told:
         lead = (
@@ -179,14 +181,17 @@ def settings(run: Run) -> str:
     differ = [k for k in keys if len({m.get(k) for m in methods.values()}) > 1]
     same = [[k, next(iter(methods.values())).get(k, "")] for k in keys if k not in differ]
     phases = {r["label"]: _phases(r) for r in run.results}
+    head = ["", *methods]
     body = [["phases (rounds)", *(phases.get(label, "not finished") for label in methods)]]
     body += [[key, *(m.get(key, "") for m in methods.values())] for key in differ]
+    if len(methods) > len(body):  # the longer side goes down
+        (head, *body) = ([*column] for column in zip(head, *body, strict=True))
     machines = dict.fromkeys(", ".join(f"{k} {v}" for k, v in r.get("machine", {}).items() if v) for r in run.results)
     minutes = sum(r["seconds"] for r in run.results) / 60
     return (
         f"<h3>{escape(run.name)}</h3>"
         f'<p class="soft">{minutes:.1f} minutes in all, on {escape("; ".join(machines))}.</p>'
-        + html_table(["", *methods], body)
+        + html_table(head, body)
         + f"<details><summary>Everything else</summary>{html_table(['run', ''], whole, 'words')}"
         + f"{html_table(['all methods', ''], same, 'words')}</details>"
     )
