@@ -1,4 +1,7 @@
-"""A headless Chromium, driven over the plain WebDriver protocol."""
+"""A headless Chromium, driven over the plain WebDriver protocol.
+
+python tests/browser.py PAGE.html FOLDER takes the pictures of a report that the README shows.
+"""
 
 import base64
 import json
@@ -6,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.error
@@ -127,3 +131,30 @@ class Browser:
             self.driver.terminate()
             self.driver.wait(20)
             shutil.rmtree(self.profile, ignore_errors=True)
+
+
+def pictures(page: Path, folder: Path) -> None:
+    """The top in light, weights and centers in dark, a touched figure on a phone."""
+    views = (
+        ("light", {"width": 1000, "height": 1050}, "window.scrollTo(0, 0)"),
+        ("dark", {"width": 700, "height": 620, "dark": True}, "document.querySelector('#weights').scrollIntoView()"),
+        ("phone", {"width": 390, "height": 620}, "document.querySelector('#accuracy').scrollIntoView()"),
+    )
+    window = Browser()
+    try:
+        for name, size, script in views:
+            window.open(page, **size)
+            window.run(script)
+            if name != "dark":  # with the values of a point
+                where = (
+                    "const r = [...document.querySelectorAll('#accuracy circle.dot')].at(-2).getBoundingClientRect();"
+                )
+                window.move(*window.run(f"{where} return [r.left, r.top]"))
+            window.screenshot(folder / f"report-{name}.png")
+            print(f"{folder / f'report-{name}.png'}: {(folder / f'report-{name}.png').stat().st_size / 1000:.0f} kB")
+    finally:
+        window.close()
+
+
+if __name__ == "__main__":
+    pictures(Path(sys.argv[1]), Path(sys.argv[2]))

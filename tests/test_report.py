@@ -196,7 +196,7 @@ def test_a_report_is_complete_and_the_same_every_time(tmp_path):
     last = [r["lines"][-1]["test"] for r in told if r["label"] == "Local"]
     assert float(numbers[1]["mean"]) == pytest.approx(100 * np.mean(last))
     shown = Page(target.read_text())
-    assert shown.text.count("Data: JPEG copy of cifar10") == 5  # next to the table and every figure
+    assert shown.text.count("JPEG copy of cifar10.") == 5  # next to the table and every figure
     assert f"{100 * np.mean(last):.1f} ± " in shown.text
     before = {p.name: p.read_bytes() for p in target.parent.iterdir()}
     assert write_report([run]) == target

@@ -187,8 +187,9 @@ def weights(c: Comparison) -> Chart | None:
                 paths = [(line["epoch"], w["centers"][layer]) for line, w in mine if layer in w["centers"]]
                 panel = {"series": k, "client": told["client"], "bits": width(told["bits"]), "layer": layer}
                 panel |= {
-                    "epochs": [number(e) for e, _ in paths],
+                    "epochs": _numbers(e for e, _ in paths),
                     "centers": [_numbers(centers) for _, centers in paths],
+                    "times": _magnified(np.array([centers for _, centers in paths])),
                 }
                 taken = [(line["epoch"], w) for line, w in mine if layer in w.get("histograms", {})]
                 if taken:
@@ -197,6 +198,13 @@ def weights(c: Comparison) -> Chart | None:
                     panel["histogram"]["centers"] = _numbers(w["centers"][layer])
                 panels.append(panel)
     return {"kind": "weights", "panels": panels} if panels else None
+
+
+def _magnified(centers: np.ndarray) -> int:
+    """How many times a picture shows the ways of centers (epochs, m), so that they are seen and do not meet."""
+    last = centers[-1]
+    room, most = 0.4 * np.diff(last).min(initial=np.inf), np.abs(centers - last).max()
+    return max((f for f in (2, 5, 10, 20, 50, 100) if most > 0 and np.isfinite(room) and f * most <= room), default=1)
 
 
 # --- numbers ---

@@ -11,7 +11,6 @@ import numpy as np
 
 from qupel.errors import UserError
 from qupel.report.charts import LIGHT, Chart, Comparison, Series
-from qupel.report.paper import TABLES, place
 from qupel.report.tables import Result, Row, size
 
 if TYPE_CHECKING:
@@ -66,42 +65,6 @@ def comparison_picture(results: Sequence[Result], table: Sequence[Row], path: Pa
     right.minorticks_off()
     for axes in (left, right):
         _plain(axes)
-    figure.savefig(path)
-
-
-def epochs_picture(results: Sequence[Result], path: Path) -> None:
-    """The paper's Figure 1: mean test accuracy of the deployed models over epochs, all schemes in one plot; the band is
-    min to max over seeds. Color: the row of the table; line style and shade: its column."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.5, 5.2), layout="constrained", dpi=150)
-    axes = figure.add_subplot()
-    labels = list(dict.fromkeys(r["label"] for r in results))
-    rows = list(dict.fromkeys(place(label)[0] for label in labels))
-    columns = [c for c in TABLES["table2"].columns if any(place(label)[1] == c for label in labels)]
-    for label in sorted(labels, key=lambda name: (rows.index(place(name)[0]), columns.index(place(name)[1]))):
-        row, column = place(label)
-        k = columns.index(column)
-        curves = [{line["epoch"]: 100 * line["test"] for line in r["lines"]} for r in results if r["label"] == label]
-        epochs = sorted(set.intersection(*(set(c) for c in curves)))
-        values = np.array([[c[e] for e in epochs] for c in curves])  # (seeds, epochs)
-        color = LIGHT[rows.index(row) % len(LIGHT)]
-        shade = 1 - 0.13 * k
-        axes.plot(
-            epochs,
-            values.mean(0),
-            color=color,
-            alpha=shade,
-            linestyle=STYLES[k],
-            linewidth=1.6,
-            label=f"{row}, {column}",
-        )
-        axes.fill_between(epochs, values.min(0), values.max(0), color=color, alpha=0.05, linewidth=0)
-    axes.set(xlabel="epoch", ylabel="mean test accuracy of the clients, %")
-    if note := next((r["data_note"] for r in results if r["data_note"]), ""):
-        axes.set_title(note, fontsize=8, loc="left", color="#555555")
-    figure.legend(loc="outside right center", frameon=False, fontsize=7)
-    _plain(axes)
     figure.savefig(path)
 
 
@@ -230,8 +193,8 @@ def _sizes_picture(c: Comparison, chart: Chart) -> Figure:
         label = s.label if len({p["series"] for p in mine}) == 1 else c.families[s.family]
         x = np.array([p["x"] for p in mine]) * 1.015 ** (k - (len(groups) - 1) / 2)  # bars side by side
         y, std = [p["y"] for p in mine], [p["std"] for p in mine]
-        mark, style = MARKS[s.dash], {"color": _color(s), "capsize": 2.5, "markersize": 5, "linewidth": 1}
-        axes.errorbar(x, y, yerr=std, fmt=f"{mark}-", label=_name(label), **style)
+        look = f"{MARKS[s.dash]}-"
+        axes.errorbar(x, y, std, fmt=look, color=_color(s), label=_name(label), capsize=2.5, markersize=5, linewidth=1)
     axes.set(xlabel=chart["x"], ylabel=chart["y"], xscale="log")
     if points:
         ends = [min(p["x"] for p in points) / 1.5, max(p["x"] for p in points) * 2]
@@ -269,7 +232,11 @@ def _weights_picture(c: Comparison, chart: Chart) -> Figure:
 
 
 def _draw_panel(above: Axes, below: Axes, panel: Chart, color: str) -> None:
-    above.plot(panel["centers"], panel["epochs"], marker="o", markersize=2, linewidth=1.2, color=color)
+    centers, times = np.array(panel["centers"]), panel["times"]  # (epochs, m)
+    ways = centers[-1] + times * (centers - centers[-1])
+    above.plot(ways, panel["epochs"], marker="o", markersize=2, linewidth=1.2, color=color)
+    if times > 1:
+        above.annotate(f"moves shown {times} times", (1, 1), xycoords="axes fraction", ha="right", va="top", fontsize=6)
     above.invert_yaxis()
     above.tick_params(labelbottom=False)
     _plain(above)
@@ -283,7 +250,7 @@ def _draw_panel(above: Axes, below: Axes, panel: Chart, color: str) -> None:
     below.stairs(share, edges, fill=True, color=color, alpha=0.6)
     for center in found["centers"]:
         below.axvline(center, color="black", linewidth=0.6, linestyle=":")
-    ends = [min(found["low"], *map(min, panel["centers"])), max(found["high"], *map(max, panel["centers"]))]
+    ends = [min(found["low"], ways.min()), max(found["high"], ways.max())]
     room = 0.02 * (ends[1] - ends[0]) or 1.0
     for axes in (above, below):
         axes.set_xlim(ends[0] - room, ends[1] + room)

@@ -78,7 +78,7 @@ def told(label: str, run: Run, runs: Sequence[Run]) -> str:
 
 def _paper_form(run: Run) -> Form:
     assert run.table is not None
-    grid = paper.grid(run.table, run.results, run.rows)
+    grid = paper.grid(run.table, run.results, run.rows, paper.NOTES.get(run.scale, ""))
     body: list[list[str]] = []
     for name, texts in paper.lines(grid):
         if name in grid.rows:

@@ -114,7 +114,8 @@
       }
       const left = stop.x + 14 + tip.offsetWidth > host.clientWidth ? stop.x - 14 - tip.offsetWidth : stop.x + 14;
       tip.style.left = Math.max(0, Math.min(left, host.clientWidth - tip.offsetWidth)) + "px";
-      tip.style.top = host.offsetTop + Math.max(0, stop.y - tip.offsetHeight / 2) + "px";
+      const away = stop.y < (box.top + box.bottom) / 2 ? box.bottom - tip.offsetHeight - 8 : box.top; // off the lines
+      tip.style.top = host.offsetTop + Math.max(0, cross ? away : stop.y - tip.offsetHeight / 2) + "px";
     }
     const nearest = (e) => {
       const r = svg.getBoundingClientRect();
@@ -300,17 +301,19 @@
     const y = scale(e0, e1, box.top + 4, box.bottom - 4); // time runs down, to the weights
     const xAxis = { at: x, ticks: ticks(x0, x1, width / 90), format: plain, title: "weight" };
     axes(svg, box, { ...xAxis, title: h ? "" : "weight", format: h ? () => "" : plain },
-      { at: y, ticks: ticks(e0, e1, 4), format: plain, title: "epoch: how the centers moved" });
+      { at: y, ticks: ticks(e0, e1, 4), format: plain, title: "epoch: how the centers moved" + (panel.times > 1 ? `, ${panel.times} times as far` : "") });
+    const last = panel.centers[panel.centers.length - 1];
     const stops = [];
     const count = Math.max(...panel.centers.map((c) => c.length));
     for (let j = 0; j < count; j++) {
       const way = panel.centers.map((c, k) => [c[j], panel.epochs[k]]).filter(([v]) => isNumber(v));
-      const d = way.map(([v, e], k) => `${k ? "L" : "M"}${x(v)} ${y(e)}`).join("");
+      const at = (v) => x(last[j] + panel.times * (v - last[j]));
+      const d = way.map(([v, e], k) => `${k ? "L" : "M"}${at(v)} ${y(e)}`).join("");
       add(svg, "path", { class: "line", style: color(panel.series), d: d || "M0 0" });
       for (const [v, e] of way) {
-        if (way.length <= 40) add(svg, "circle", { class: "dot", style: color(panel.series), cx: x(v), cy: y(e), r: 2.5 });
+        if (way.length <= 40) add(svg, "circle", { class: "dot", style: color(panel.series), cx: at(v), cy: y(e), r: 2.5 });
         const since = [null, `since epoch ${plain(way[0][1])}`, (v < way[0][0] ? "" : "+") + plain(v - way[0][0])];
-        stops.push({ x: x(v), y: y(e), title: `center ${j + 1} of ${count}`, rows: [[panel.series, `epoch ${plain(e)}`, plain(v)], since] });
+        stops.push({ x: at(v), y: y(e), title: `center ${j + 1} of ${count}`, rows: [[panel.series, `epoch ${plain(e)}`, plain(v)], since] });
       }
     }
     if (h) {
@@ -327,7 +330,7 @@
         if (n) add(svg, "rect", { class: "bar", style: color(panel.series), x: a, y: bar(Math.sqrt(n / total)), width: Math.max(0.6, b - a), height: low.bottom - bar(Math.sqrt(n / total)) });
         stops.push({ x: (a + b) / 2, y: low.bottom - 30, bin: true, title: `${plain(left)} to ${plain(left + step)}`, rows: [[panel.series, "weights", `${n} (${((100 * n) / total).toFixed(2)} %)`]] });
       });
-      for (const c of h.centers) add(svg, "line", { class: "cross", x1: x(c), x2: x(c), y1: y(h.epoch), y2: low.bottom });
+      for (const c of h.centers) add(svg, "line", { class: "cross", x1: x(c), x2: x(c), y1: low.top, y2: low.bottom });
     }
     values(host, svg, { top: box.top, bottom: low.bottom }, stops,
       (s, px, py) => (s.bin ? (py > low.top - 10 ? Math.abs(s.x - px) : Infinity) : Math.hypot(s.x - px, s.y - py)), false);

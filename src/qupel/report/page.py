@@ -87,7 +87,7 @@ def _unfinished(runs: Sequence[Run]) -> list[str]:
 def notes(runs: Sequence[Run]) -> str:
     """What is to be said about the data, next to every figure and table."""
     found = dict.fromkeys(run.note for run in runs if run.note)
-    return f'<p class="soft note">Data: {escape("; ".join(found))}.</p>' if found else ""
+    return f'<p class="soft note">{escape("; ".join(found))}.</p>' if found else ""
 
 
 def _tables(tables: Sequence[Form], note: str) -> str:
@@ -147,8 +147,9 @@ def _figures(told: dict[str, Chart], note: str, federated: bool) -> list[str]:
     found.append(_figure("sizes", "Accuracy against size", lead, note))
     if "weights" in told:
         lead = (
-            "Above, each center's way from the first to the last evaluation, time running down; below, the layer's "
-            "weights around their centers just before fine-tuning (first seed, one client of each bit width)."
+            "Above, each center's way to where it ends, time running down; short ways are magnified, values on hover "
+            "are not. Below, the layer's weights around their centers before fine-tuning (first seed, one client of "
+            "each bit width)."
         )
         picks = "".join(f"<label>{name} <select></select></label>" for name in PICK)
         found.append(_figure("weights", "Weights and centers", lead, note, f'<div class="choose">{picks}</div>'))

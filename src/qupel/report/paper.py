@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy import stats
 
-from qupel.report.tables import Result, markdown
+from qupel.report.tables import Result, mark, markdown
 
 AT = " @ "
 QUPEL, OURS, LOCAL = "QuPeL, paper's method", "QuPeL, our recipe", "Local, paper's method"
@@ -22,6 +22,12 @@ FEDAVG, TUNED = "FedAvg", "FedAvg + fine-tuning, our recipe"
 FULL = "Full precision"
 BITS = ("32 bits", "3 bits", "2.75 bits", "2.5 bits", "2.25 bits", "2 bits")
 PARTNERS = ("2-bit partners", "3-bit partners", "full-precision partners")
+
+NOTES = {  # what is to be said beside the numbers of a scale
+    "smoke": "Smoke test on digits: its numbers are not to be compared with the paper's",
+    "small": "The paper's protocol at a small budget (docs/reproducing.md), not its setting",
+    "paper": "",
+}
 
 Place = tuple[str, str]  # (row, column)
 
@@ -100,7 +106,7 @@ class GridCell:
     @property
     def mark(self) -> str:
         """* p < 0.05, ** p < 0.01, *** p < 0.001."""
-        return "" if self.p is None else "*" * sum(self.p < level for level in (0.05, 0.01, 0.001))
+        return mark(self.p)
 
 
 @dataclass(frozen=True)

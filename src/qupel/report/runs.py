@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qupel.errors import UserError
+from qupel.report.paper import NOTES
 from qupel.report.tables import Result
 
 
@@ -33,7 +34,8 @@ class Run:
     @property
     def note(self) -> str:
         """What to say about the data beside every number."""
-        return next((r["data_note"] for r in self.results if r.get("data_note")), "")
+        said = next((r["data_note"] for r in self.results if r.get("data_note")), "")
+        return ". ".join(filter(None, (NOTES.get(self.scale, ""), said)))
 
     def comparable(self, other: Run) -> bool:
         """The same data, split the same way: clients of equal seeds can be compared one by one."""

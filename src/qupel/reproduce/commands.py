@@ -96,6 +96,7 @@ def _run(
     if grid.note:
         out.print(grid.note)
     out.print(f"[dim]{time.monotonic() - began:.0f} s; everything is in {escape(str(run))}[/dim]")
+    out.print(f"[dim]a page to look at: qupel report {escape(str(run))} --open[/dim]")
 
 
 def _grid_table(grid: Grid) -> Table:

@@ -12,22 +12,17 @@ from typing import Any
 from qupel.config import Config
 from qupel.errors import UserError
 from qupel.files import write_atomic
-from qupel.report import paper
-from qupel.report.figures import epochs_picture
+from qupel.report import charts, figures, paper
+from qupel.report.runs import load_runs
 from qupel.reproduce import plan
 
 Result = dict[str, Any]
-NOTES = {
-    "smoke": "Smoke test on digits: its numbers are not to be compared with the paper's",
-    "small": "The paper's protocol at a small budget (docs/reproducing.md), not its setting",
-    "paper": "",
-}
 
 
 def write_tables(run: Path) -> paper.Grid:
     """RUN/table.md, table.csv and table.tex: the paper's table with the results that are there."""
     about, config = plan.read(run)
-    grid = paper.grid(about["table"], plan.results(run, config), about["rows"], NOTES[about["scale"]])
+    grid = paper.grid(about["table"], plan.results(run, config), about["rows"], paper.NOTES[about["scale"]])
     for suffix, text in (("md", paper.as_markdown(grid)), ("csv", paper.as_csv(grid)), ("tex", paper.as_latex(grid))):
         write_atomic(run / f"table.{suffix}", text)
     return grid
@@ -36,13 +31,14 @@ def write_tables(run: Path) -> paper.Grid:
 def draw_figure(run: Path) -> list[Path]:
     """RUN/figure1.png and .svg, from the cells of Table 2 that are done."""
     _, config = plan.read(run)
-    done = plan.results(run, config)
-    if not done:
+    if not plan.results(run, config):
         raise UserError(f"{run} has no finished cell to draw; run `qupel reproduce table2` first")
-    drawn = [run / "figure1.png", run / "figure1.svg"]
-    for path in drawn:
-        epochs_picture(done, path)
-    return drawn
+    runs = load_runs([run])
+    compared = charts.compare(runs)
+    pictures = figures.report_pictures(compared, {"accuracy": charts.accuracy(compared)}, runs[0].note)
+    for name, content in pictures.items():
+        write_atomic(run / name.replace("accuracy", "figure1"), content)
+    return [run / "figure1.png", run / "figure1.svg"]
 
 
 def publish(run: Path, what: str, target: Path) -> list[Path]:
