@@ -124,6 +124,17 @@ def test_centers_and_histograms_of_the_first_seed(tmp_path):
     assert len(first["histogram"]["counts"]) == 200
 
 
+def test_short_ways_of_centers_are_magnified_but_never_meet():
+    still = np.array([[-1.0, 0.0, 1.0]] * 3)
+    assert charts._magnified(still) == 1
+    moved = still.copy()
+    moved[0, 1] = 0.03  # 0.4 gaps leave room for ten times as far, not for twenty
+    assert charts._magnified(moved) == 10
+    moved[0, 1] = 0.3
+    assert charts._magnified(moved) == 1
+    assert charts._magnified(np.array([[0.5], [0.4]])) == 1  # one center has no neighbor to measure by
+
+
 def test_diagnostics_are_drawn_whatever_they_are_called(tmp_path):
     told = results(seeds=(0, 1))
     for r in told:

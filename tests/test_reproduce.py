@@ -19,6 +19,7 @@ from qupel.errors import UserError
 from qupel.experiment import cells, result_file
 from qupel.recipes import RECIPES, Budget
 from qupel.report import paper
+from qupel.report.commands import write_report
 from qupel.reproduce import plan
 from qupel.reproduce.commands import _duration, reproduce
 from qupel.reproduce.publish import publish
@@ -303,6 +304,14 @@ def test_figure_1_is_drawn_from_table_2_and_trains_nothing(finished, capsys):
     assert svg.count("<path") > 20
     assert (finished / "table2-smoke" / "figure1.png").read_bytes().startswith(b"\x89PNG")
     assert outcome(finished / "table2-smoke") == before
+
+
+def test_a_report_shows_the_papers_table(finished, tmp_path):
+    page = write_report([finished / "table2-smoke"], tmp_path / "report").read_text()
+    assert "Table 2" in page
+    assert "77.88 ± 0.16" in page
+    assert page.count("not to be compared with the paper") > 3  # next to the table and every figure
+    assert "QuPeL, our recipe @ 2 bits" in page
 
 
 def test_figure_1_without_runs_is_one_line(tmp_path):

@@ -52,15 +52,16 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
+    alone = len(runs) == 1
     found: list[tuple[str, str, str, tuple[Result, ...]]] = []
     for run in runs:
         for label in dict.fromkeys(r["label"] for r in run.results):
             family, variant = place(label) if run.table else (label, "")
             family = family or label  # a label without a column
-            if len(runs) > 1:
+            if not alone:
                 variant = f"{run.name}, {variant}" if variant else run.name
-            told = f"{label} ({run.name})" if len(runs) > 1 else label
-            found.append((told, family, variant, tuple(r for r in run.results if r["label"] == label)))
+            cells = tuple(r for r in run.results if r["label"] == label)
+            found.append((run.name_of(label, alone), family, variant, cells))
     families = list(dict.fromkeys(f for _, f, _, _ in found))
     variants = list(dict.fromkeys(v for _, _, v, _ in found))
     series = (Series(told, families.index(f), variants.index(v), results) for told, f, v, results in found)

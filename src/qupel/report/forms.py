@@ -46,7 +46,7 @@ def forms(runs: Sequence[Run]) -> list[Form]:
 
 def _form(runs: Sequence[Run], alone: bool) -> Form:
     """The comparison of these runs; alone: nothing else is in the report, so that names need not be said."""
-    results = [{**r, "label": told(r["label"], run, runs)} for run in runs for r in run.results]
+    results = [{**r, "label": run.name_of(r["label"], len(runs) == 1)} for run in runs for r in run.results]
     rows = tables.rows(results)
     first, one = rows[0].label, runs[0].one_place
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
@@ -69,11 +69,6 @@ def _form(runs: Sequence[Run], alone: bool) -> Form:
         latex=f"% {title}\n% {legend}\n" + (f"% {notes}\n" if notes else "") + tables.latex(head, body),
         csv=tables.as_csv(rows),
     )
-
-
-def told(label: str, run: Run, runs: Sequence[Run]) -> str:
-    """A method's name, with its run where there are several."""
-    return f"{label} ({run.name})" if len(runs) > 1 else label
 
 
 def _paper_form(run: Run) -> Form:

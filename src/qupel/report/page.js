@@ -9,7 +9,7 @@
   // --- numbers ---
 
   const percent = (v) => v.toFixed(2) + " %";
-  const plain = (v) => (v !== 0 && (Math.abs(v) < 1e-3 || Math.abs(v) >= 1e5) ? v.toExponential(2) : String(+v.toPrecision(4)));
+  const plain = (v) => (v !== 0 && (Math.abs(v) < 1e-3 || Math.abs(v) >= 1e5) ? v.toExponential(2).replace(/\.?0+e/, "e") : String(+v.toPrecision(4)));
   const valueOf = (spec) => (spec.unit === "%" ? percent : plain);
   const bytes = (v) => {
     for (const unit of ["B", "kB", "MB"]) {
@@ -32,7 +32,7 @@
       const digits = Math.log10(high / low) > count / 2 ? [1] : [1, 2, 5];
       for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++)
         for (const d of digits) if (d * 10 ** e >= low * 0.999 && d * 10 ** e <= high * 1.001) found.push(d * 10 ** e);
-      return found;
+      return found.length > 1 ? found : ticks(low, high, count);
     }
     const raw = (high - low) / count || 1;
     const power = 10 ** Math.floor(Math.log10(raw));

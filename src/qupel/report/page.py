@@ -37,7 +37,7 @@ def page(
         f'<p class="soft">Beside this page, for a paper: {links}.</p>',
     ]
     here = files("qupel.report")
-    script, style = ((here / f"page.{kind}").read_text() for kind in ("js", "css"))
+    script, style = ((here / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'

@@ -37,6 +37,10 @@ class Run:
         said = next((r["data_note"] for r in self.results if r.get("data_note")), "")
         return ". ".join(filter(None, (NOTES.get(self.scale, ""), said)))
 
+    def name_of(self, label: str, alone: bool) -> str:
+        """A method's name, with the run's where it is not alone."""
+        return label if alone else f"{label} ({self.name})"
+
     def comparable(self, other: Run) -> bool:
         """The same data, split the same way: clients of equal seeds can be compared one by one."""
         mine, others = ({**r.config["data"], "folder": None} for r in (self, other))
