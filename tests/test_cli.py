@@ -185,6 +185,7 @@ def test_a_config_that_is_none(qupel, tmp_path):
     refused(qupel("run", "bad.toml", "--out", "r"), tmp_path, "bad.toml", "not TOML")
     refused(qupel("train", "none.toml", "--out", "r"), tmp_path, "none.toml", "No such file")
     refused(qupel("split", "bad.toml"), tmp_path, "not TOML")
+    refused(qupel("run", "bad.toml", "--out", "r", "--engine", "ranks"), tmp_path, "not TOML")
 
 
 def npz(path, *, inputs=None, targets=None):

@@ -173,6 +173,35 @@ def test_phases_written_out():
     assert third.method.lam(1) == math.inf
 
 
+WRITTEN = """
+[[methods.M.phases]]
+method = "qupel"
+rounds = 2
+eta1 = {start = 0.1, drops = [1, 3]}
+optimizer = {name = "adam", beta1 = 0.8}
+quantizer = {lam = {travel = 0.5}, lam_c = {follow = 0.1}, eta2 = 0.01}
+[[methods.M.phases]]
+method = "binaryrelax"
+rounds = 1
+lam = inf
+"""
+
+
+def test_drops_of_a_phase_are_a_list():
+    phase, _ = parse(text=WRITTEN).methods["M"].phases
+    assert phase.method.eta1 == Schedule(0.1, drops=(1, 3))
+
+
+@pytest.mark.parametrize("text", [WRITTEN, *(f'[methods.M]\nrecipe = "{name}"\nbits = [2, 32]\n' for name in RECIPES)])
+def test_a_config_that_is_sent_is_the_same_config(text):
+    """As ranks get it: equal, and with the same keys given."""
+    config = parse("split.clients=3", "data.folder=somewhere", text=text)
+    sent = configs.read(configs.write(config))
+    assert sent == config
+    assert sent.model_fields_set == config.model_fields_set
+    assert sent.methods["M"].model_fields_set == config.methods["M"].model_fields_set
+
+
 def test_either_recipe_or_phases():
     text = '[methods.A]\nrecipe = "local"\nphases = [{rounds = 1, method = "fedavg"}]\n'
     for t in (text, "[methods.A]\neta1 = 0.1\n"):

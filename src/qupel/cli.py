@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,6 +30,13 @@ Data = Annotated[Path | None, typer.Option("--data", help="folder with the data 
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in --out")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; on a GPU all clients run in this process")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write event files to RUN/tensorboard")]
+Engine = Annotated[
+    Literal["local", "ranks"] | None,
+    typer.Option(help="worker processes here, or ranks of torch.distributed (default: local; ranks under torchrun)"),
+]
+RankTimeout = Annotated[
+    float | None, typer.Option(min=1, help="seconds of silence after which a rank counts as hung (default: 600)")
+]
 BadUpload = Annotated[
     Literal["refuse", "stop"] | None,
     typer.Option(help="a client sends what cannot be used: leave it out of the round, or end the run"),
@@ -75,10 +85,14 @@ def run(
     on_bad_upload: BadUpload = None,
     device: Device = "cpu",
     tensorboard: TensorBoard = False,
+    engine: Engine = None,
+    rank_timeout: RankTimeout = None,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
     policy = [f"on_bad_upload={on_bad_upload}"] if on_bad_upload else []
-    _experiment(config, DEMO, {}, out, [*(set or []), *policy], workers, data, resume, device, tensorboard)
+    overrides = [*(set or []), *policy]
+    with _crew(engine, workers, rank_timeout) as (workers, start):
+        _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, device, tensorboard)
 
 
 @app.command()
@@ -93,7 +107,31 @@ def train(
     tensorboard: TensorBoard = False,
 ) -> None:
     """Train quantized models in one place (Algorithm 1 and its competitors). Without a config: digits."""
-    _experiment(config, TRAINING_DEMO, TRAINING, out, set or [], workers, data, resume, device, tensorboard)
+    with _crew("local", workers) as (workers, start):
+        _experiment(config, TRAINING_DEMO, TRAINING, out, set or [], workers, start, data, resume, device, tensorboard)
+
+
+@contextmanager
+def _crew(engine: str | None, workers: int | None, rank_timeout: float | None = None) -> Iterator[tuple[int, Any]]:
+    """(number of workers, what starts them). A rank other than 0 serves in here until its process ends."""
+    from qupel import experiment
+    from qupel.engine import group
+    from qupel.engine.workers import Pool
+    from qupel.machine import available_cpus
+
+    timeout = rank_timeout or group.TIMEOUT
+    with group.joined(timeout) as ranks:
+        if ranks is None:
+            start = partial(group.start, timeout=timeout) if engine == "ranks" else Pool
+            yield workers or available_cpus(), start
+            return
+        if ranks.rank > 0:
+            experiment.serve(ranks)
+        if engine == "local" and ranks.size > 1:
+            raise UserError(f"{ranks.size} ranks were started, and the local engine needs none: start it by itself")
+        if workers not in {None, ranks.size}:
+            raise UserError(f"--workers {workers}, but {ranks.size} ranks were started; leave it out")
+        yield ranks.size, lambda _: ranks
 
 
 def _experiment(
@@ -102,7 +140,8 @@ def _experiment(
     defaults: dict[str, Any],
     folder: Path | None,
     overrides: list[str],
-    workers: int | None,
+    workers: int,
+    start: Any,
     data: Path | None,
     resume: bool,
     device: str,
@@ -110,7 +149,6 @@ def _experiment(
 ) -> None:
     from qupel import config as configs
     from qupel import experiment
-    from qupel.machine import available_cpus
     from qupel.report.board import Board
 
     if data is not None:
@@ -124,7 +162,6 @@ def _experiment(
         if resume:
             raise UserError("--resume needs --out, the directory of the run to go on with")
         folder = Path("runs") / f"{path.stem if path else 'demo'}-{time.strftime('%Y%m%d-%H%M%S')}"
-    workers = workers or available_cpus()
     began = time.monotonic()
     cells = experiment.cells(config)
     watcher = Watcher(len(cells) * _rounds(config))
@@ -134,6 +171,7 @@ def _experiment(
             config,
             folder,
             workers=workers,
+            start=start,
             resume=resume,
             watch=tell,
             should_stop=should_stop,

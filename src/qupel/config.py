@@ -83,20 +83,24 @@ class PhaseConfig(Strict):
     @classmethod
     def _flat(cls, value: Any) -> Any:
         """{rounds, method = "qupel", eta1 = 0.1, ...} -> {rounds, method: {...}}; a number is a constant schedule."""
-        if not isinstance(value, dict) or isinstance(value.get("method"), dict):
+        if not isinstance(value, dict):
             return value
+        if isinstance(value.get("method"), dict):  # as a config is written out
+            return {**value, "method": _constants(value["method"])}
         rest = {k: v for k, v in value.items() if k != "rounds"}
         head = {"rounds": value["rounds"]} if "rounds" in value else {}
         return {**head, "method": _constants(rest)}
 
 
 def _constants(table: dict[str, Any]) -> dict[str, Any]:
-    out = {}
+    out: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
             out[key] = _constants(value)
         elif key in _SCHEDULES and isinstance(value, int | float) and not isinstance(value, bool):
             out[key] = {"start": value}
+        elif isinstance(value, list):
+            out[key] = tuple(value)  # what stands behind this step is strict about the difference
         else:
             out[key] = value
     return out
@@ -230,6 +234,15 @@ def validate(raw: dict[str, Any], where: str) -> Config:
         return Config.model_validate_json(json.dumps(raw, default=str))
     except ValidationError as e:
         raise UserError(f"{where}: {explain(e)}") from None
+
+
+def write(config: Config) -> str:
+    """JSON of what was given, which `read` makes the same config of, infinite numbers included."""
+    return json.dumps(config.model_dump(exclude_unset=True), default=str)
+
+
+def read(text: str) -> Config:
+    return Config.model_validate_json(text)
 
 
 def _base(recipe: Any, shared: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qupel import config as configs
 from qupel import models
 from qupel.algorithms import FedAvg, Local, Phase
 from qupel.codebook import Plan, plan_bits
@@ -35,7 +36,9 @@ from qupel.data.batches import Transform
 from qupel.deploy.about import About
 from qupel.deploy.budget import Planner, parse_size
 from qupel.deploy.file import load, save
+from qupel.engine import ranks
 from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.group import Group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import Engine, Failed, Progress, Stopped, check_trainable, run
@@ -185,14 +188,36 @@ def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> lis
 # --- running ---
 
 
+Crew = Pool | Group  # processes that outlive a job
+
+
 @contextmanager
-def engine_for(job: Job, pool: Pool | None, workers: int, store: str, scratch: Path | None) -> Iterator[Engine]:
-    """One client: this process with all threads. Several: the pool of single-threaded workers, or this process."""
-    if pool is not None:
-        yield Workers(pool, job, store, scratch)
-    else:
-        with Inline(job, workers if len(job.parts) == 1 else 1, store, scratch) as engine:
+def engine_for(
+    config: Config, cell: Cell, job: Job, crew: Crew | None, workers: int, folder: Path, warmup: bool = False
+) -> Iterator[Engine]:
+    """One client: this process with all threads. Several: the crew's single-threaded processes, or this one.
+
+    warmup: the job is only the first phase of the cell's.
+    """
+    if crew is None:
+        with Inline(job, workers if len(job.parts) == 1 else 1, config.store, folder) as engine:
             yield engine
+    elif isinstance(crew, Pool):
+        yield Workers(crew, job, config.store, folder)
+    else:
+        description = {"config": configs.write(config), "label": cell.label, "seed": cell.seed, "warmup": warmup}
+        with ranks.Ranks(crew, job, description, config.store, folder) as engine:
+            yield engine
+
+
+def serve(group: Group) -> None:
+    """What ranks other than 0 do in place of `run_experiment`."""
+
+    def build(description: ranks.Description) -> Job:
+        job = build_job(configs.read(description["config"]), Cell(description["label"], description["seed"]))
+        return warmup_of(job) if description["warmup"] else job
+
+    ranks.serve(group, build)
 
 
 def run_experiment(
@@ -200,6 +225,7 @@ def run_experiment(
     out: Path,
     *,
     workers: int = 1,
+    start: Callable[[int], AbstractContextManager[Crew]] = Pool,
     resume: bool = False,
     watch: Callable[[Cell, Progress], None] = lambda cell, progress: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -208,10 +234,13 @@ def run_experiment(
 ) -> list[dict[str, Any]]:
     """Run every cell that is not done and return all results. Raises `Stopped` when asked to stop.
 
+    start: gives the processes that several workers are: `Pool`, or `group.start`.
     reuse: other run directories; a cell that one of them has done with the same settings is taken over.
     device: where models and data live; on any but the CPU all clients are trained in this process.
     """
     place = check_device(device)
+    if place.type != "cpu" and start is not Pool:
+        raise UserError(f"device {device}: ranks compute on CPUs")
     workers = workers if place.type == "cpu" else 1
     todo = cells(config)
     for cell in todo:  # every mistake is found before the first step is made
@@ -224,9 +253,9 @@ def run_experiment(
     many = config.split.kind == "groups" or (config.split.kind != "one" and config.split.clients > 1)
     with ExitStack() as stack:
         if workers > 1 and many and left:
-            pool = stack.enter_context(Pool(workers))
+            crew = stack.enter_context(start(workers))
             for cell in left:
-                run_cell(config, cell, out, pool, workers, watch, should_stop, place)
+                run_cell(config, cell, out, crew, workers, watch, should_stop, place)
         elif workers > 1 and not many and len(groups := alike(config, left)) > 1:
             pools = [stack.enter_context(Pool(1)) for _ in range(min(workers, len(groups)))]
             run_side_by_side(config, groups, out, pools, watch, should_stop)
@@ -304,7 +333,7 @@ def run_cell(
     config: Config,
     cell: Cell,
     out: Path,
-    pool: Pool | None,
+    crew: Crew | None,
     workers: int,
     watch: Callable[[Cell, Progress], None],
     should_stop: Callable[[], bool],
@@ -320,8 +349,8 @@ def run_cell(
     begin = None
     began = time.monotonic()
     if len(job.phases) > 1 and is_dense(job.phases[0]) and checkpoints.newest() is None:
-        begin = shared_warmup(config, cell, job, out, pool, workers, watch, should_stop)
-    with engine_for(job, pool, workers, config.store, folder) as engine:
+        begin = shared_warmup(config, cell, job, out, crew, workers, watch, should_stop)
+    with engine_for(config, cell, job, crew, workers, folder) as engine:
         finished = run(
             job,
             engine,
@@ -349,24 +378,29 @@ def run_cell(
     checkpoints.remove()
 
 
+def warmup_of(job: Job) -> Job:
+    """The first phase of a job, for which no client needs bits."""
+    return replace(job, phases=job.phases[:1], plans=[{} for _ in job.plans])
+
+
 def shared_warmup(
     config: Config,
     cell: Cell,
     job: Job,
     out: Path,
-    pool: Pool | None,
+    crew: Crew | None,
     workers: int,
     watch: Callable[[Cell, Progress], None],
     should_stop: Callable[[], bool],
 ) -> tuple[int, Tensor, list[dict[str, Any]], Path | None]:
     """(rounds, w, metrics, clients' states) of the full-precision phase that this cell begins with, trained once for
     all cells that do so; the result is the same bits."""
-    only = replace(job, phases=job.phases[:1], plans=[{} for _ in job.plans])
+    only = warmup_of(job)
     key = fingerprint(config, cell, only.phases)
     folder = out / "shared" / key
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(folder, key)
-    with engine_for(only, pool, workers, config.store, folder) as engine:
+    with engine_for(config, cell, only, crew, workers, folder, warmup=True) as engine:
 
         def tell(p: Progress) -> None:
             watch(cell, replace(p, rounds=job.rounds))

@@ -69,6 +69,9 @@ class Job:
     def name(self, client: int) -> str:
         return self.names[client] if self.names else f"client {client}"
 
+    def list_names(self, clients: Sequence[int]) -> str:
+        return ", ".join(self.name(i) for i in clients[:10]) + (", ..." if len(clients) > 10 else "")
+
     @property
     def rounds(self) -> int:
         return sum(p.rounds for p in self.phases)

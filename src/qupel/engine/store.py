@@ -137,9 +137,14 @@ class DiskStore:
 
 def snapshot(store: Store, folder: Path, name: str) -> None:
     """Write all records of a store to <folder>/<name>.bin and .json, flushed to disk."""
+    write_rows(store.rows(), folder, name)
+
+
+def write_rows(rows: Iterable[tuple[int, Shape, Iterable[Tensor]]], folder: Path, name: str) -> None:
+    """Write (client, shape, tensors of its row) as they come."""
     index: dict[str, Any] = {}
     with (folder / f"{name}.bin").open("wb") as file:
-        for client, shape, tensors in store.rows():
+        for client, shape, tensors in rows:
             index[str(client)] = {
                 "offset": file.tell(),
                 "phase": shape.phase,
@@ -158,6 +163,12 @@ def snapshot(store: Store, folder: Path, name: str) -> None:
 
 def restore(folder: Path, clients: Iterable[int], store: Store, layout: Layout) -> None:
     """Put the clients' records of a checkpoint folder, whichever shards wrote them, into a store."""
+    for client, shape, row in read_rows(folder, clients, layout):
+        store.put(client, shape.phase, unflatten(row, shape, layout, row[: layout.size]))
+
+
+def read_rows(folder: Path, clients: Iterable[int], layout: Layout) -> Iterator[tuple[int, Shape, Tensor]]:
+    """(client, shape, row) of these clients' records."""
     wanted = set(clients)
     for listing in sorted(folder.glob("*.json")):
         data = listing.with_suffix(".bin")
@@ -170,4 +181,4 @@ def restore(folder: Path, clients: Iterable[int], store: Store, layout: Layout) 
                 shape = Shape(record["phase"], record["centers"], tuple(record["memory"]))
                 file.seek(record["offset"])
                 row = torch.frombuffer(bytearray(file.read(4 * shape.size(layout))), dtype=torch.float32)
-                store.put(int(key), shape.phase, unflatten(row, shape, layout, row[: layout.size]))
+                yield int(key), shape, row

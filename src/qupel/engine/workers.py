@@ -131,8 +131,7 @@ class Workers:
         process = self.pool.processes[j]
         process.join(1)
         mine = range(j, len(self.job.parts), len(self.pool.pipes))
-        names = ", ".join(self.job.name(i) for i in list(mine)[:10]) + (", ..." if len(mine) > 10 else "")
-        return WorkerDied(f"worker {j} died (exit code {process.exitcode}) with {names}")
+        return WorkerDied(f"worker {j} died (exit code {process.exitcode}) with {self.job.list_names(mine)}")
 
     def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
         """In client order. A worker has room for a few uploads; it goes on when one has been used."""
