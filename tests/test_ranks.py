@@ -380,6 +380,22 @@ def test_torchrun_on_two_machines_that_share_no_folder(expected, tmp_path):
     assert not there.exists()
 
 
+@pytest.mark.slow
+def test_torchrun_starts_ranks_anew_and_the_run_goes_on(long, tmp_path):
+    """--max-restarts with --resume: a dead rank costs the rounds since the last checkpoint, nothing else."""
+    file, _, expected = long
+    (tmp_path / "c.toml").write_text(file.read_text())
+    options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    with started([*torchrun(tmp_path, *options), "--resume"]) as process:
+        until(process, 4)
+        os.kill(children(process)[1], signal.SIGKILL)
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "error: rank 1 died with client 1, client 3, client 5" in err
+    assert outcome(tmp_path / "r") == expected
+    clean(tmp_path / "r")
+
+
 def test_a_mistake_is_told_once(tmp_path):
     """By rank 0; the other is sent home. Any launcher that sets these variables will do."""
     (tmp_path / "c.toml").write_text(CONFIG.replace("clients = 6", "clints = 6"))

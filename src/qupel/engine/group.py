@@ -259,6 +259,8 @@ def joined(timeout: float = TIMEOUT) -> Iterator[Group | None]:
         with _on_loopback(place):
             store, rank, size = next(rendezvous("env://", timeout=patience))
             store.set(f"rank {rank}", "here")
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store, with dead addresses
+            store = dist.PrefixStore(f"attempt {attempt}", store)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     except (RuntimeError, ValueError) as e:
         port = os.environ.get("MASTER_PORT", "")
@@ -287,7 +289,8 @@ def start(size: int, timeout: float = TIMEOUT) -> Group:
                     raise Lost(rank, f"rank {rank} died while starting (exit code {process.returncode})")
                 time.sleep(0.02)
         with _on_loopback("127.0.0.1"):
-            dist.init_process_group("gloo", store=store, rank=0, world_size=size, timeout=patience)
+            first = dist.PrefixStore("attempt 0", store)
+            dist.init_process_group("gloo", store=first, rank=0, world_size=size, timeout=patience)
         return Group(0, size, timeout, others)
     except BaseException:
         end(others, 0.0)
