@@ -13,7 +13,7 @@ SOURCE = Path(qupel.__file__).parent
 # from the ground up; a room may import itself and what stands before it
 ROOMS = (
     "errors", "files", "flat", "quantize", "prox", "codebook", "schedule", "optim", "oracle", "models", "data",
-    "algorithms", "evaluate", "engine", "recipes", "deploy", "config", "experiment", "report", "api", "cli",
+    "algorithms", "evaluate", "engine", "recipes", "deploy", "config", "experiment", "flower", "report", "api", "cli",
 )  # fmt: skip
 OPTIONAL = ("onnx", "onnxruntime", "onnxscript", "coremltools", "datasets", "flwr", "zstandard", "tensorboard")
 DOORS = {"__init__", "__main__"}  # the package's own front doors stand outside

@@ -85,8 +85,10 @@ class PhaseConfig(Strict):
     @classmethod
     def _flat(cls, value: Any) -> Any:
         """{rounds, method = "qupel", eta1 = 0.1, ...} -> {rounds, method: {...}}; a number is a constant schedule."""
-        if not isinstance(value, dict) or isinstance(value.get("method"), dict):
+        if not isinstance(value, dict):
             return value
+        if isinstance(value.get("method"), dict):
+            return {**value, "method": _constants(value["method"])}
         rest = {k: v for k, v in value.items() if k != "rounds"}
         head = {"rounds": value["rounds"]} if "rounds" in value else {}
         return {**head, "method": _constants(rest)}
@@ -99,6 +101,8 @@ def _constants(table: dict[str, Any]) -> dict[str, Any]:
             out[key] = _constants(value)
         elif key in _SCHEDULES and isinstance(value, int | float) and not isinstance(value, bool):
             out[key] = {"start": value}
+        elif isinstance(value, list):
+            out[key] = tuple(value)  # beyond a validator like this one, lists are no longer taken for tuples
         else:
             out[key] = value
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -118,12 +119,12 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
     if refused and (job.on_bad_upload == "stop" or len(refused) == len(done)):
         raise Failed(f"{refused[0]}. {hint}")
     sound = [d for d in done if d.upload is not None]
-    loss = mean_or_nan([d.loss for d in done if not d.fault])
+    loss = mean_or_nan([d.loss for d in done if not d.fault and not math.isnan(d.loss)])  # a client may keep its own
     if sound:
         phase, _ = job.locate(round)
         shares = [job.share(d.client) for d in sound]
         w = job.phases[phase].method.aggregate(w, [d.upload for d in sound if d.upload is not None], shares)
-    return w, loss, refused, 4 * len(w) if sound else 0
+    return w, loss, refused, max((4 * len(w) if d.wire is None else d.wire for d in sound), default=0)
 
 
 def metrics(
@@ -155,6 +156,8 @@ def metrics(
             "bits": [j.bits for j in judged],
             "bytes": [j.bytes for j in judged],
         }
+        if len(judged) < len(job.parts):  # some were not there to be judged
+            line["clients"]["number"] = [j.client for j in judged]
     return line
 
 

@@ -1,0 +1,94 @@
+"""Federations for the tests of `qupel.flower`: real clients and the real server, with the post in one process."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from qupel import config as configs
+from qupel.flower.client import Client
+from qupel.flower.server import Reply, Request, Terms
+from qupel.flower.task import load_client
+
+BITS = (1, 2, 3, 32, 2, 4)
+CONFIG = """
+rounds = 5
+local_steps = 3
+batch = 8
+evaluate_every = 2
+bits = [1, 2, 3, 32, 2, 4]
+[split]
+clients = 6
+train_per_client = 20
+test_per_client = 10
+[methods.QuPeL]
+recipe = "qupel"
+warmup = 0.4
+finetune = 0.2
+optimizer = "momentum"
+init = "quantile"
+"""
+CLIENT = """
+client = {client}
+{size}
+[split]
+clients = 6
+train_per_client = 20
+test_per_client = 10
+{more}
+"""
+
+
+def write_client(folder: Path, client: int, size: str = "", more: str = "") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"client-{client}.toml"
+    text = CLIENT.format(client=client, size=size or f"bits = {BITS[client]}", more=more)
+    path.write_text(f'state = "state-{client}"\n{text}')
+    return path
+
+
+def clients(folder: Path, count: int = 6, more: str = "") -> list[Path]:
+    return [write_client(folder, i, more=more) for i in range(count)]
+
+
+def request(folder: Path, text: str = CONFIG, job: str = "job-1", **terms) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = configs.parse(text, "test")
+    settings = {"clients": 6, "minimum": 6, "deadline": 5.0, "patience": 1.0} | terms
+    Request(job=job, config=config, label="QuPeL", seed=0, terms=Terms(**settings)).write(folder)
+    return folder
+
+
+Twist = Callable[[int, dict, Reply], Sequence[Reply]]
+
+
+class Direct:
+    """Questions and answers without a network. `twist` may change, drop or repeat an answer; `gone` are offline."""
+
+    def __init__(self, paths: Sequence[Path], twist: Twist | None = None) -> None:
+        self.paths = list(paths)
+        self.clients = [Client(load_client(path)) for path in paths]
+        self.twist = twist or (lambda client, header, reply: [reply])
+        self.gone: set[int] = set()
+        self.asked: list[tuple[str, int | None, int]] = []
+
+    def restart(self, client: int) -> None:
+        """The client's worker dies; a new one has what is on disk."""
+        self.clients[client] = Client(load_client(self.paths[client]))
+
+    def present(self) -> list[int]:
+        return [i for i in range(len(self.clients)) if i not in self.gone]
+
+    def ask(self, header: dict, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
+        for i in reversed(clients):  # answers come in any order
+            self.asked.append((header["kind"], header.get("round"), i))
+            yield from self.twist(i, header, Reply(i, *self.clients[i].answer(header, body)))
+
+
+def models(folder: Path, job: str = "job-1", count: int = 6) -> list[bytes]:
+    """What the clients exported, byte for byte."""
+    return [(folder / f"state-{i}" / job / "model.safetensors").read_bytes() for i in range(count)]
+
+
+def final_w(folder: Path) -> torch.Tensor:
+    return torch.frombuffer(bytearray((folder / "w.bin").read_bytes()), dtype=torch.float32)
