@@ -10,17 +10,25 @@ from qupel.flower.client import Client
 from qupel.flower.server import Reply, Request, Terms
 from qupel.flower.task import load_client
 
-BITS = (1, 2, 3, 32, 2, 4)
-CONFIG = """
+BITS = (1, 32, 3, 2, 2, 4)
+SPLIT = """[split]
+clients = {count}
+train_per_client = 20
+test_per_client = 12
+"""
+
+
+def config(count: int = 3, model: str = "mlp") -> str:
+    """A federation of all three phases, with momentum, so that a state is x, centers and memory."""
+    return f"""
 rounds = 5
 local_steps = 3
 batch = 8
 evaluate_every = 2
-bits = [1, 2, 3, 32, 2, 4]
-[split]
-clients = 6
-train_per_client = 20
-test_per_client = 10
+bits = {list(BITS[:count])}
+[model]
+name = "{model}"
+{SPLIT.format(count=count)}
 [methods.QuPeL]
 recipe = "qupel"
 warmup = 0.4
@@ -28,34 +36,22 @@ finetune = 0.2
 optimizer = "momentum"
 init = "quantile"
 """
-CLIENT = """
-client = {client}
-{size}
-[split]
-clients = 6
-train_per_client = 20
-test_per_client = 10
-{more}
-"""
 
 
-def write_client(folder: Path, client: int, size: str = "", more: str = "") -> Path:
+def clients(folder: Path, count: int = 3, more: str = "") -> list[Path]:
+    """Config files of clients that share digits out, with bits of their own."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"client-{client}.toml"
-    text = CLIENT.format(client=client, size=size or f"bits = {BITS[client]}", more=more)
-    path.write_text(f'state = "state-{client}"\n{text}')
-    return path
+    paths = [folder / f"client-{i}.toml" for i in range(count)]
+    for i, path in enumerate(paths):
+        path.write_text(f'client = {i}\nbits = {BITS[i]}\nstate = "state-{i}"\n{SPLIT.format(count=count)}{more}')
+    return paths
 
 
-def clients(folder: Path, count: int = 6, more: str = "") -> list[Path]:
-    return [write_client(folder, i, more=more) for i in range(count)]
-
-
-def request(folder: Path, text: str = CONFIG, job: str = "job-1", **terms) -> Path:
+def request(folder: Path, text: str = "", job: str = "job-1", **terms) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    config = configs.parse(text, "test")
-    settings = {"clients": 6, "minimum": 6, "deadline": 5.0, "patience": 1.0} | terms
-    Request(job=job, config=config, label="QuPeL", seed=0, terms=Terms(**settings)).write(folder)
+    settings = {"clients": 3, "minimum": 3, "deadline": 5.0, "patience": 1.0} | terms
+    described = configs.parse(text or config(), "test")
+    Request(job=job, config=described, label="QuPeL", seed=0, terms=Terms(**settings)).write(folder)
     return folder
 
 
@@ -85,7 +81,7 @@ class Direct:
             yield from self.twist(i, header, Reply(i, *self.clients[i].answer(header, body)))
 
 
-def models(folder: Path, job: str = "job-1", count: int = 6) -> list[bytes]:
+def models(folder: Path, job: str = "job-1", count: int = 3) -> list[bytes]:
     """What the clients exported, byte for byte."""
     return [(folder / f"state-{i}" / job / "model.safetensors").read_bytes() for i in range(count)]
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +16,8 @@ from rich.table import Table
 
 from qupel.deploy import commands as deploy
 from qupel.errors import UserError
+from qupel.flower import commands as flower
+from qupel.signals import stop_requests
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 out = Console()
@@ -202,26 +201,6 @@ class _Watcher:
             out.print(f"{head}  loss {line['loss']:.4f}  test {100 * line['test']:.2f} %{sent}", highlight=False)
 
 
-@contextmanager
-def stop_requests() -> Iterator[Any]:
-    """The first Ctrl-C or SIGTERM asks the run to stop after its round, with a checkpoint; the second one ends it."""
-    asked = False
-
-    def ask(number: int, frame: Any) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        err.print("stopping after this round; once more to stop at once")
-
-    before = {s: signal.signal(s, ask) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
-
-
 @app.command()
 def split(
     config: ConfigFile = None,
@@ -293,6 +272,7 @@ for _command, _name in (
     (deploy.plan, "plan"),
 ):
     app.command(_name)(_command)
+app.add_typer(flower.app, name="flower")
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ class PhaseConfig(Strict):
 
 
 def _constants(table: dict[str, Any]) -> dict[str, Any]:
-    out = {}
+    out: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, dict):
             out[key] = _constants(value)

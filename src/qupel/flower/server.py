@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
 from qupel.algorithms.base import Deployed
-from qupel.config import Config, Strict
+from qupel.config import Config, Strict, explain
 from qupel.data.partition import Part
 from qupel.data.sources import Arrays, Dataset
 from qupel.engine.checkpoint import Checkpoints
@@ -201,27 +201,42 @@ class Request(Strict):
         write_atomic(folder / "request.json", self.model_dump_json(indent=1) + "\n")
 
 
+class Hello(Strict):
+    client: int
+    samples: int = Field(ge=1, lt=2**31)
+    shape: tuple[int, ...]
+    classes: int = Field(ge=1)
+
+
 def greet(post: Post, request: Request) -> dict[str, Any]:
-    """Ask the clients what they have: they must agree on the shape of inputs and on the classes."""
+    """Ask the clients what they have. Those whose data are of another kind than most clients' are left out."""
     terms = request.terms
     header = {"kind": "hello", "protocol": PROTOCOL, "seed": request.seed}
     here = wait_for(post, range(terms.clients), terms.minimum, terms.patience)
-    told: dict[int, Header] = {}
+    kinds: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}  # (shape, classes) -> client -> samples
+    faults = dict.fromkeys(here, "no answer")
     for reply in post.ask(header, b"", here, terms.deadline):
-        if fault := fault_of(Reply(reply.client, {**reply.header, "round": 0}), 0):
-            raise UserError(f"client {reply.client}: {fault}")
-        told[reply.client] = reply.header
-    if len(told) < terms.minimum:
-        raise Failed(f"{len(told)} of {len(here)} clients answered, {terms.minimum} are needed")
-    kinds: dict[str, list[int]] = {}
-    for client, hello in told.items():
-        kinds.setdefault(f"inputs {hello.get('shape')}, {hello.get('classes')} classes", []).append(client)
-    if len(kinds) > 1:
-        raise UserError(f"the clients' data differ in kind: {'; '.join(f'{k}: {v}' for k, v in kinds.items())}")
-    first = told[min(told)]
-    typical = int(np.median([hello["samples"] for hello in told.values()]))
-    samples = [told[i]["samples"] if i in told else typical for i in range(terms.clients)]
-    return {"shape": first["shape"], "classes": first["classes"], "samples": samples}
+        fault = fault_of(Reply(reply.client, {**reply.header, "round": 0}), 0)
+        if reply.client not in faults or fault:
+            faults |= {reply.client: fault} if fault and reply.client in faults else {}
+            continue
+        try:
+            hello = Hello.model_validate_json(json.dumps(reply.header))
+        except ValidationError as e:
+            faults[reply.client] = explain(e)
+            continue
+        del faults[reply.client]
+        kinds.setdefault((hello.shape, hello.classes), {})[reply.client] = hello.samples
+    kind = max(kinds, key=lambda k: (len(kinds[k]), -min(kinds[k])), default=None)
+    told = kinds[kind] if kind else {}
+    for other in kinds.keys() - {kind}:
+        faults |= dict.fromkeys(kinds[other], f"inputs {other[0]} and {other[1]} classes, most have {kind}")
+    if kind is None or len(told) < terms.minimum:
+        named = "; ".join(f"client {client}: {fault}" for client, fault in sorted(faults.items()))
+        raise UserError(f"{len(told)} of {len(here)} clients can take part, {terms.minimum} are needed ({named})")
+    typical = int(np.median(list(told.values())))
+    samples = [told.get(i, typical) for i in range(terms.clients)]
+    return {"shape": kind[0], "classes": kind[1], "samples": samples, "left_out": faults}
 
 
 def open_fleet(folder: Path, post: Post) -> Fleet:

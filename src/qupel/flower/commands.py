@@ -1,0 +1,280 @@
+"""Commands for a federation on Flower: init, up, run, export, down. `cli.py` registers them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from qupel.errors import UserError
+
+if TYPE_CHECKING:
+    from qupel.config import Config
+    from qupel.flower.folder import Federation
+    from qupel.flower.server import Request
+    from qupel.flower.tryout import Running
+
+app = typer.Typer(no_args_is_help=True, help="A federation over machines that do not trust each other, on Flower.")
+out = Console()
+err = Console(stderr=True)
+
+Dir = Annotated[Path, typer.Argument(help="folder of the federation")]
+Clients = Annotated[int, typer.Option("--clients", min=1, help="number of clients")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="take data, split and bits from this config")]
+DEFAULT_CONFIG = """
+bits = [2, 3]
+[split]
+clients = {clients}
+train_per_client = 20
+[methods.QuPeL]
+recipe = "qupel"
+"""
+
+
+@app.command()
+def init(
+    folder: Dir,
+    clients: Clients = 3,
+    address: Annotated[str, typer.Option(help="where clients reach the server, HOST:PORT")] = "127.0.0.1:8443",
+    config: ConfigFile = None,
+    venv: Annotated[str, typer.Option(help="where QuPeL is installed on the machines")] = "/opt/qupel",
+) -> None:
+    """Write a ready federation: certificates, keys, start commands, systemd units, client configs, the proxy rule."""
+    made = _init(folder, clients, address, config, venv)
+    out.print(f"{made.folder}: server/ stays here, clients/client-0 to client-{clients - 1} go to their machines")
+    out.print("[dim]a try-out on this machine: qupel flower up; real machines: docs/deploy.md[/dim]")
+
+
+def _init(folder: Path, clients: int, address: str, config: Path | None, venv: str) -> Federation:
+    require_flower()
+    from qupel import config as configs
+    from qupel.flower import folder as folders
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"--address {address!r}: expected HOST:PORT, e.g. flower.example.org:8443")
+    text = DEFAULT_CONFIG.format(clients=clients)
+    parsed = configs.load(config) if config else configs.parse(text, "the default")
+    return folders.init(folder, clients, host.strip("[]"), int(port), parsed, venv)
+
+
+@app.command()
+def up(
+    folder: Dir,
+    clients: Annotated[int | None, typer.Option("--clients", min=1, help="clients to start (default: all)")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Start the federation on this machine, on loopback, for a try-out; show who is connected."""
+    require_flower()
+    from qupel.flower import tryout
+    from qupel.flower.folder import Federation
+
+    if not (folder / "federation.json").exists():
+        _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
+    federation = Federation.open(folder)
+    nodes = tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{text}[/dim]"))
+    table = Table("client", "status")
+    for node in nodes:
+        table.add_row(node.name, node.status)
+    out.print(table)
+
+
+@app.command()
+def down(folder: Dir) -> None:
+    """End exactly what `up` has started."""
+    require_flower()
+    from qupel.flower import tryout
+    from qupel.flower.folder import Federation
+
+    ended = tryout.down(Federation.open(folder))
+    out.print(f"ended: {', '.join(ended)}" if ended else "nothing was running")
+
+
+@app.command()
+def run(
+    folder: Dir,
+    config: Annotated[Path, typer.Argument(help="a TOML file with one method; data, split and bits are the clients'")],
+    name: Annotated[str | None, typer.Option(help="of the run (default: the config's name and the time)")] = None,
+    set: Annotated[list[str] | None, typer.Option("--set", help="override a key: --set rounds=10")] = None,
+    minimum: Annotated[int | None, typer.Option(min=1, help="clients a round needs (default: all)")] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="seconds a round may take")] = 120.0,
+    patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
+    upload: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="what clients send")] = "fp32",
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this --name")] = False,
+    server: Annotated[str | None, typer.Option(help="the SuperLink's own address (default: that of `up`)")] = None,
+) -> None:
+    """Run a federation: every client ends with its own small model, on its own disk."""
+    require_flower()
+    from qupel import config as configs
+    from qupel.experiment import cells
+    from qupel.flower.folder import Federation
+    from qupel.flower.server import Request, Terms
+
+    federation = Federation.open(folder)
+    parsed = configs.load(config, set or [])
+    (cell,) = _one(cells(parsed))
+    if parsed.model.start is not None:
+        raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
+    terms = Terms(federation.clients, minimum or federation.clients, deadline, patience, upload)
+    if resume and name is None:
+        raise UserError("--resume needs --name, that of the run to go on with")
+    name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    target = federation.folder / "runs" / name
+    if resume:
+        request = _known(target, parsed, terms)
+    else:
+        if target.exists():
+            raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
+        request = Request(
+            job=f"{cell.name}-{secrets.token_hex(4)}", config=parsed, label=cell.label, seed=cell.seed, terms=terms
+        )
+        target.mkdir(parents=True)
+    request.write(target)
+    _drive(federation, server, target, "run")
+    _show(target)
+
+
+def _one(found: list[Any]) -> list[Any]:
+    if len(found) != 1:
+        raise UserError(f"this config has {len(found)} runs (methods x seeds); a federation runs one at a time")
+    return found
+
+
+def _known(target: Path, config: Config, terms: Any) -> Request:
+    """The request of a run that is resumed: the same settings, but deadlines and the minimum may be new."""
+    from qupel.flower.server import Request
+
+    if not (target / "request.json").exists():
+        raise UserError(f"{target} holds no run to resume")
+    before = Request.read(target)
+    if before.config != config or before.terms.upload != terms.upload:
+        raise UserError(f"{target} was made with another config or --upload; resume it with those")
+    return before.model_copy(update={"terms": terms})
+
+
+@app.command()
+def export(
+    folder: Dir,
+    name: Annotated[str, typer.Argument(help="of a finished run")],
+    server: Annotated[str | None, typer.Option(help="the SuperLink's own address (default: that of `up`)")] = None,
+) -> None:
+    """Let every connected client write its packed model on its own disk, and report its size and test accuracy."""
+    require_flower()
+    from qupel.flower.folder import Federation
+
+    federation = Federation.open(folder)
+    target = federation.folder / "runs" / name
+    if not (target / "w.bin").exists():
+        raise UserError(f"{target} holds no finished run")
+    _drive(federation, server, target, "export")
+    _show(target)
+
+
+def require_flower() -> None:
+    try:
+        import flwr  # noqa: F401
+    except ImportError:
+        raise UserError("Flower is not installed; pip install 'qupel[flower]'") from None
+
+
+# --- a run and who watches it ---
+
+
+def _drive(federation: Federation, server: str | None, target: Path, mode: str) -> None:
+    """Start the app and follow its run to its end. The first Ctrl-C stops it after its round, the second at once."""
+    from qupel.engine.rounds import Failed, Stopped
+    from qupel.flower.control import Control
+    from qupel.flower.tryout import Running
+    from qupel.signals import stop_requests
+
+    address = server or _address(Running.of(federation))
+    for leftover in ("end.json", "stop"):
+        (target / leftover).unlink(missing_ok=True)
+    began = (target / "progress.jsonl").stat().st_size if (target / "progress.jsonl").exists() else 0
+    with Control(address, federation.authority) as control:
+        if not control.answers():
+            raise UserError(f"no SuperLink answers on {address}; start it with `qupel flower up {federation.folder}`")
+        number = control.start(federation.folder / "app", {"run": str(target), "mode": mode})
+        try:
+            with stop_requests() as should_stop:
+                for line in _follow(target, began, control, number):
+                    if line:
+                        _tell(line)
+                    if should_stop():
+                        (target / "stop").touch()
+        except KeyboardInterrupt:
+            control.stop(number)
+            raise
+        ended = json.loads((target / "end.json").read_text())
+    if ended["state"] == "stopped":
+        raise Stopped(ended["message"])
+    if ended["state"] != "done":
+        raise Failed(f"{ended['message']}; go on with --resume --name {target.name}")
+
+
+def _address(running: Running | None) -> str:
+    if running is None:
+        raise UserError("the federation is not up here; start it with `qupel flower up`, or give --server")
+    return running.address
+
+
+def _follow(target: Path, at: int, control: Any, number: int) -> Iterator[dict[str, Any] | None]:
+    """Lines of progress as they come (None while there are none) until the run has ended."""
+    import httpx
+
+    from qupel.engine.rounds import Failed
+
+    path, asked = target / "progress.jsonl", time.monotonic()
+    while True:
+        ended = (target / "end.json").exists()
+        if path.exists():
+            with path.open() as file:
+                file.seek(at)
+                for text in file:
+                    if text.endswith("\n"):
+                        at += len(text.encode())
+                        yield json.loads(text)
+        if ended:
+            return
+        if time.monotonic() - asked > 3:
+            asked = time.monotonic()
+            try:
+                status = control.status(number)
+            except httpx.HTTPError as e:
+                raise Failed(
+                    f"the SuperLink is gone ({e}); the last checkpoint is intact: go on with --resume"
+                ) from None
+            if status.startswith("finished") and not (target / "end.json").exists():
+                raise Failed(f"the server's process ended ({status}); go on with --resume --name {target.name}")
+        yield None
+        time.sleep(0.2)
+
+
+def _tell(progress: dict[str, Any]) -> None:
+    for refusal in progress["refused"]:
+        err.print(f"round {progress['round']}: refused {refusal}", highlight=False)
+    line = progress["line"] or {}
+    test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
+    loss = f"  loss {progress['loss']:.4f}" if progress["loss"] == progress["loss"] else ""
+    head = f"round {progress['round']}/{progress['rounds']}"
+    out.print(f"{head}{loss}{test}  {progress['seconds']:.0f} s", highlight=False)
+
+
+def _show(target: Path) -> None:
+    path = target / "exports.json"
+    if path.exists():
+        table = Table("client", "model on its disk", "test accuracy")
+        for told in json.loads(path.read_text()):
+            size = f"{told['bytes']:,} bytes" if "bytes" in told else told["error"]
+            table.add_row(
+                str(told["client"]), size, f"{100 * told['test']:.1f} %" if told.get("test") is not None else ""
+            )
+        out.print(table)
+    out.print(f"[dim]everything the server knows is in {target}[/dim]")
