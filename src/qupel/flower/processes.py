@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+_CHILDREN: list[subprocess.Popen[bytes]] = []  # of this process; forgotten ones would stay as bodies
+
 
 @dataclass(frozen=True)
 class Process:
@@ -45,6 +47,7 @@ def start(name: str, command: Sequence[str], log: Path, environment: dict[str, s
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
         )
+    _CHILDREN.append(child)
     return Process(name, child.pid, started(child.pid) or "")
 
 
@@ -58,3 +61,5 @@ def end(processes: Sequence[Process], seconds: float = 10.0) -> None:
         limit = time.monotonic() + patience
         while any(p.alive() for p in living) and time.monotonic() < limit:
             time.sleep(0.05)
+    for child in _CHILDREN:
+        child.poll()

@@ -48,7 +48,7 @@ def _start(config: Path, state: Path) -> None:
         command = [sys.executable, "-m", "qupel.flower.worker", str(config.resolve())]
         with (state / "worker.log").open("ab") as log:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=state, start_new_session=True
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         end = time.monotonic() + START_SECONDS
         while not _listens(state):

@@ -33,13 +33,13 @@ def open_client(path: Path) -> Client:
 
 def serve(client: Client) -> None:
     config = client.config
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener, frames.inside(config.state), _alone():
-        Path(frames.SOCKET).unlink(missing_ok=True)  # of a worker that is gone
-        listener.bind(frames.SOCKET)
-        os.chmod(frames.SOCKET, 0o600)
+    with _alone(config.state), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        (config.state / frames.SOCKET).unlink(missing_ok=True)  # of a worker that is gone
+        with frames.inside(config.state):
+            listener.bind(frames.SOCKET)
         listener.listen()
         listener.settimeout(60 * config.idle_minutes)
-        write_json(Path(PID_FILE), {"pid": os.getpid(), "started": started(os.getpid())})
+        write_json(config.state / PID_FILE, {"pid": os.getpid(), "started": started(os.getpid())})
         while True:
             try:
                 connection, _ = listener.accept()
@@ -51,13 +51,13 @@ def serve(client: Client) -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _alone(state: Path) -> Iterator[None]:
     """Two workers on one state would undo each other's rounds."""
-    with Path("worker.alone").open("w") as file:
+    with (state / "worker.alone").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{Path.cwd()} already has a worker") from None
+            raise UserError(f"{state} already has a worker") from None
         yield
 
 
