@@ -27,7 +27,7 @@ from qupel.engine.rounds import run
 from qupel.experiment import build_job, cells, run_experiment
 from qupel.flower import frames
 from qupel.flower.folder import Federation, flower_environment, free_port
-from qupel.flower.processes import end
+from qupel.flower.processes import end, start
 from qupel.flower.server import conduct
 from qupel.flower.tryout import SERVER, Running, down, up
 
@@ -100,7 +100,7 @@ def local(text, folder):
     job = build_job(config, cells(config)[0])
     with Inline(job) as engine:
         w = run(job, engine).w
-        rows = [torch.cat([t for t in tensors]).numpy().tobytes() for _, _, tensors in engine.shard.store.rows()]
+        rows = [torch.cat(list(tensors)).numpy().tobytes() for _, _, tensors in engine.shard.store.rows()]
     return w, files, rows, result["lines"]
 
 
@@ -137,32 +137,30 @@ def test_strangers_are_refused(make, tmp_path):
     qupel("init", other, "--clients", 1)
     (tmp_path / "wrong.crt").write_bytes(certificate_pem(make_authority()[0]))
     running = Running.of(federation)
-    good = federation.supernode(0, running.address, free_port())
-
-    def changed(*, drop=(), **new):
-        options = dict(zip(good[1::2], good[2::2], strict=True)) | {
-            f"--{k.replace('_', '-')}": v for k, v in new.items()
-        }
-        return [x for k, v in options.items() if k not in drop for x in ((k, v) if v is not None else (k,))]
-
+    authority, key = "--root-certificates", "--auth-supernode-private-key"
+    good = federation.supernode(0, running.address, 0)[1:]
+    options = dict(zip(good[::2], good[1::2], strict=True))
+    unregistered, wrong = str(other / "clients/client-0/key"), str(tmp_path / "wrong.crt")
     attempts = {
-        "unregistered key": changed(auth_supernode_private_key=str(other / "clients/client-0/key")),
-        "no key": changed(drop=["--auth-supernode-private-key"]),
-        "no TLS": changed(drop=["--root-certificates", "--auth-supernode-private-key"], insecure=None),
-        "wrong authority": changed(root_certificates=str(tmp_path / "wrong.crt")),
+        "unregistered key": ({**options, key: unregistered}, [], "code: 2004"),
+        "no key": ({k: v for k, v in options.items() if k != key}, [], "code: 2001"),
+        "no TLS": ({k: v for k, v in options.items() if k not in (key, authority)}, ["--insecure"], "Exit Code: 305"),
+        "wrong authority": ({**options, authority: wrong}, [], "CERTIFICATE_VERIFY_FAILED"),
     }
     environment = os.environ | flower_environment(tmp_path / "home") | {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
-    started = {
-        what: subprocess.Popen(
-            [str(BINARIES / "flower-supernode"), *options, "--port", str(free_port()), "--max-retries", "1"],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )
-        for what, options in attempts.items()
-    }  # fmt: skip
-    for what, process in started.items():
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode != 0, f"{what}: {said}"
+    started = {}
+    for what, (pairs, flags, _) in attempts.items():
+        pairs["--port"], pairs["--max-retries"] = str(free_port()), "1"
+        command = [str(BINARIES / "flower-supernode"), *(x for pair in pairs.items() for x in pair), *flags]
+        started[what] = start(what, command, tmp_path / what, environment)
+    try:
+        until(lambda: not any(p.alive() for p in started.values()), 120)
+    finally:
+        end(list(started.values()))
+    for what, (_, _, words) in attempts.items():
+        said = (tmp_path / what).read_text()
         assert "SuperNode ID" not in said, what
+        assert words in said, what
     with running.control() as control:
         assert [(node.name, node.status) for node in control.nodes()] == [("client-0", "online")]
 
@@ -244,7 +242,7 @@ def test_a_supernode_is_killed_within_a_round(make, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["superlink", "serverapp"])
 def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
-    """Killed within a round with everything it has started, resumed: the undisturbed run's bits; no step counts twice."""
+    """Killed within a round with all it has started, resumed: the undisturbed run's bits; no step counts twice."""
     text = long(3, 8)
     federation, config = make(3, text)
     target = federation.folder / "runs" / "r"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_CHILDREN: list[subprocess.Popen[bytes]] = []  # of this process; forgotten ones would stay as bodies
+_CHILDREN: list[subprocess.Popen[bytes]] = []  # of this process
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Process:
     started: str
 
     def alive(self) -> bool:
+        for child in _CHILDREN:  # a body that nobody takes away keeps its children waiting
+            child.poll()
         return started(self.pid) == self.started
 
 
@@ -61,5 +63,3 @@ def end(processes: Sequence[Process], seconds: float = 10.0) -> None:
         limit = time.monotonic() + patience
         while any(p.alive() for p in living) and time.monotonic() < limit:
             time.sleep(0.05)
-    for child in _CHILDREN:
-        child.poll()
