@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from qupel.config import Config
     from qupel.flower.folder import Federation
     from qupel.flower.server import Request
-    from qupel.flower.tryout import Running
 
 app = typer.Typer(no_args_is_help=True, help="A federation over machines that do not trust each other, on Flower.")
 out = Console()
@@ -187,74 +185,15 @@ def require_flower() -> None:
 # --- a run and who watches it ---
 
 
-def _drive(federation: Federation, server: str | None, target: Path, mode: str) -> None:
-    """Start the app and follow its run to its end. The first Ctrl-C stops it after its round, the second at once."""
-    from qupel.engine.rounds import Failed, Stopped
-    from qupel.flower.control import Control
+def _drive(federation: Federation, server: str | None, target: Path, mode: Literal["run", "export"]) -> None:
+    from qupel.flower.drive import drive
     from qupel.flower.tryout import Running
-    from qupel.signals import stop_requests
 
-    address = server or _address(Running.of(federation))
-    for leftover in ("end.json", "stop"):
-        (target / leftover).unlink(missing_ok=True)
-    began = (target / "progress.jsonl").stat().st_size if (target / "progress.jsonl").exists() else 0
-    with Control(address, federation.authority) as control:
-        if not control.answers():
-            raise UserError(f"no SuperLink answers on {address}; start it with `qupel flower up {federation.folder}`")
-        number = control.start(federation.folder / "app", {"run": str(target), "mode": mode})
-        try:
-            with stop_requests() as should_stop:
-                for line in _follow(target, began, control, number):
-                    if line:
-                        _tell(line)
-                    if should_stop():
-                        (target / "stop").touch()
-        except KeyboardInterrupt:
-            control.stop(number)
-            raise
-        ended = json.loads((target / "end.json").read_text())
-    if ended["state"] == "stopped":
-        raise Stopped(ended["message"])
-    if ended["state"] != "done":
-        raise Failed(f"{ended['message']}; go on with --resume --name {target.name}")
-
-
-def _address(running: Running | None) -> str:
-    if running is None:
+    running = Running.of(federation)
+    if server is None and running is None:
         raise UserError("the federation is not up here; start it with `qupel flower up`, or give --server")
-    return running.address
-
-
-def _follow(target: Path, at: int, control: Any, number: int) -> Iterator[dict[str, Any] | None]:
-    """Lines of progress as they come (None while there are none) until the run has ended."""
-    import httpx
-
-    from qupel.engine.rounds import Failed
-
-    path, asked = target / "progress.jsonl", time.monotonic()
-    while True:
-        ended = (target / "end.json").exists()
-        if path.exists():
-            with path.open() as file:
-                file.seek(at)
-                for text in file:
-                    if text.endswith("\n"):
-                        at += len(text.encode())
-                        yield json.loads(text)
-        if ended:
-            return
-        if time.monotonic() - asked > 3:
-            asked = time.monotonic()
-            try:
-                status = control.status(number)
-            except httpx.HTTPError as e:
-                raise Failed(
-                    f"the SuperLink is gone ({e}); the last checkpoint is intact: go on with --resume"
-                ) from None
-            if status.startswith("finished") and not (target / "end.json").exists():
-                raise Failed(f"the server's process ended ({status}); go on with --resume --name {target.name}")
-        yield None
-        time.sleep(0.2)
+    address = server or (running.address if running else "")
+    drive(federation, address, target, mode, _tell)
 
 
 def _tell(progress: dict[str, Any]) -> None:

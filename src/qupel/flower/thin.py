@@ -7,7 +7,7 @@ worker.
 from __future__ import annotations
 
 import fcntl
-import subprocess
+import os
 import sys
 import time
 import tomllib
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from qupel.flower import frames
 from qupel.flower.frames import Header
+from qupel.flower.processes import start
 
 START_SECONDS = 300.0  # loading torch and data on a small, busy machine
 
@@ -46,13 +47,10 @@ def _start(config: Path, state: Path) -> None:
         if _listens(state):
             return
         command = [sys.executable, "-m", "qupel.flower.worker", str(config.resolve())]
-        with (state / "worker.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        process = start("worker", command, state / "worker.log", dict(os.environ))
         end = time.monotonic() + START_SECONDS
         while not _listens(state):
-            if process.poll() is not None or time.monotonic() > end:
+            if not process.alive() or time.monotonic() > end:
                 last = (state / "worker.log").read_text(errors="replace").strip().splitlines()[-1:]
                 raise WorkerMissing(f"the worker of {config} did not start: {''.join(last)}")
             time.sleep(0.05)
