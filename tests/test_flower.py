@@ -203,7 +203,7 @@ def long(count, rounds):
 def test_a_supernode_is_killed_within_a_round(make, tmp_path):
     """The round ends by its deadline without it, the others go on, it rejoins with its state: final w and every model
     are those of a federation in which it was merely absent in the rounds that refused it."""
-    text = long(3, 14)
+    text = long(3, 20)
     federation, config = make(3, text)
     target = federation.folder / "runs" / "r"
     process = begin(federation, config, "--name", "r", "--minimum", 2, "--deadline", 20)
@@ -217,7 +217,7 @@ def test_a_supernode_is_killed_within_a_round(make, tmp_path):
     lines = [json.loads(line) for line in (target / "progress.jsonl").read_text().splitlines()]
     missed = [line["round"] - 1 for line in lines if any(r.startswith("client 1:") for r in line["refused"])]
     assert missed
-    assert missed[-1] < 13  # it was back before the end
+    assert missed[-1] < 19  # it was back before the end
     assert all(r.startswith("client 1:") for line in lines for r in line["refused"])
     print("rounds without client 1:", [m + 1 for m in missed], {r for line in lines for r in line["refused"]})
     outcomes = []

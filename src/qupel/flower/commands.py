@@ -1,4 +1,4 @@
-"""Commands for a federation on Flower: init, up, run, export, down. `cli.py` registers them."""
+"""Commands for a federation on Flower: init, up, register, run, export, down. `cli.py` registers them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from qupel.errors import UserError
 
 if TYPE_CHECKING:
     from qupel.config import Config
+    from qupel.flower.control import Node
     from qupel.flower.folder import Federation
     from qupel.flower.server import Request
 
@@ -26,6 +27,9 @@ err = Console(stderr=True)
 Dir = Annotated[Path, typer.Argument(help="folder of the federation")]
 Clients = Annotated[int, typer.Option("--clients", min=1, help="number of clients")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="take data, split and bits from this config")]
+Server = Annotated[
+    str | None, typer.Option("--server", help="the SuperLink (default: that of `up`, else 127.0.0.1:18443)")
+]
 DEFAULT_CONFIG = """
 bits = [2, 3]
 [split]
@@ -77,7 +81,25 @@ def up(
     if not (folder / "federation.json").exists():
         _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
     federation = Federation.open(folder)
-    nodes = tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{text}[/dim]"))
+    _connected(tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{text}[/dim]")))
+
+
+@app.command()
+def register(folder: Dir, server: Server = None) -> None:
+    """On the server of real machines: let the clients' keys in, once; show who is connected, any time."""
+    require_flower()
+    from qupel.flower.control import Control
+    from qupel.flower.folder import Federation
+    from qupel.flower.tryout import admit
+
+    federation = Federation.open(folder)
+    with Control(_address(federation, server), federation.authority) as control:
+        control.check()
+        admit(federation, control)
+        _connected(control.nodes())
+
+
+def _connected(nodes: list[Node]) -> None:
     table = Table("client", "status")
     for node in nodes:
         table.add_row(node.name, node.status)
@@ -106,7 +128,7 @@ def run(
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
     upload: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="what clients send")] = "fp32",
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this --name")] = False,
-    server: Annotated[str | None, typer.Option(help="the SuperLink's own address (default: that of `up`)")] = None,
+    server: Server = None,
 ) -> None:
     """Run a federation: every client ends with its own small model, on its own disk."""
     require_flower()
@@ -161,7 +183,7 @@ def _known(target: Path, config: Config, terms: Any) -> Request:
 def export(
     folder: Dir,
     name: Annotated[str, typer.Argument(help="of a finished run")],
-    server: Annotated[str | None, typer.Option(help="the SuperLink's own address (default: that of `up`)")] = None,
+    server: Server = None,
 ) -> None:
     """Let every connected client write its packed model on its own disk, and report its size and test accuracy."""
     require_flower()
@@ -187,13 +209,17 @@ def require_flower() -> None:
 
 def _drive(federation: Federation, server: str | None, target: Path, mode: Literal["run", "export"]) -> None:
     from qupel.flower.drive import drive
+
+    drive(federation, _address(federation, server), target, mode, _tell)
+
+
+def _address(federation: Federation, server: str | None) -> str:
+    """As given, else where `up` has started it, else where server/start.sh does."""
+    from qupel.flower.templates import INNER_PORT
     from qupel.flower.tryout import Running
 
     running = Running.of(federation)
-    if server is None and running is None:
-        raise UserError("the federation is not up here; start it with `qupel flower up`, or give --server")
-    address = server or (running.address if running else "")
-    drive(federation, address, target, mode, _tell)
+    return server or (running.address if running else f"127.0.0.1:{INNER_PORT}")
 
 
 def _tell(progress: dict[str, Any]) -> None:

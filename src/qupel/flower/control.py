@@ -15,7 +15,7 @@ from qupel.errors import UserError
 class Node:
     name: str
     status: str  # registered, online, offline
-    key: bytes
+    activated: str  # when it last connected
 
 
 class Control:
@@ -25,6 +25,7 @@ class Control:
         from flwr.supercore.control import ControlHttpClient
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
+        self.address = address
         self.client = ControlHttpClient.from_server_address(
             server_address=address,
             insecure=False,
@@ -48,11 +49,16 @@ class Control:
             return False
         return True
 
+    def check(self) -> None:
+        if not self.answers():
+            where = f"no SuperLink answers on {self.address}"
+            raise UserError(f"{where}; start it with `qupel flower up` or server/start.sh, or give its --server")
+
     def nodes(self) -> list[Node]:
         from flwr.proto.control_pb2 import ListNodesRequest
 
         found = self.client.ListNodes(ListNodesRequest()).nodes_info
-        return sorted((Node(n.name, n.status, n.public_key) for n in found), key=lambda n: n.name)
+        return sorted((Node(n.name, n.status, n.last_activated_at) for n in found), key=lambda n: n.name)
 
     def register(self, key: Path, name: str) -> None:
         """Let the client with this public key in, under this name."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qupel.engine.rounds import Failed, Stopped
-from qupel.errors import UserError
 from qupel.flower.control import Control
 from qupel.flower.folder import Federation
 from qupel.signals import stop_requests
@@ -30,8 +29,7 @@ def drive(
     progress = target / "progress.jsonl"
     at = progress.stat().st_size if progress.exists() else 0
     with Control(address, federation.authority) as control:
-        if not control.answers():
-            raise UserError(f"no SuperLink answers on {address}; start it with `qupel flower up {federation.folder}`")
+        control.check()
         number = control.start(federation.folder / "app", {"run": str(target), "mode": mode})
         try:
             with stop_requests() as should_stop:

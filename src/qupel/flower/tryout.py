@@ -101,28 +101,36 @@ def up(
         with running.control() as control:
             while not control.answers():
                 _check(running, SERVER, limit, "the SuperLink")
-            known = {node.name for node in control.nodes()}
-            for number in range(federation.clients):
-                name = f"client-{number}"
-                if name not in known:
-                    control.register(federation.server / "keys" / f"{name}.pub", name)
-            wanted = {f"client-{i}" for i in range(clients)}
-            begun: dict[str, float] = {}
+            admit(federation, control)
+            begun: dict[str, tuple[float, str]] = {}  # name -> when it was started, its last activation before that
             while True:
+                nodes = {node.name: node for node in control.nodes()}
+                missing = []
                 for number in range(clients):
                     name = f"client-{number}"
-                    if not running.alive(name) and time.monotonic() - begun.get(name, -RETRY_SECONDS) >= RETRY_SECONDS:
+                    since, before = begun.get(name, (-RETRY_SECONDS, ""))
+                    if not running.alive(name) and time.monotonic() - since >= RETRY_SECONDS:
                         tell(f"SuperNode of {name}")
+                        begun[name] = time.monotonic(), nodes[name].activated
                         running.launch_node(number)
-                        begun[name] = time.monotonic()
-                nodes = control.nodes()
-                online = {node.name for node in nodes if node.status == "online" and running.alive(node.name)}
-                if wanted <= online:
-                    return nodes
-                _check(running, SERVER, limit, f"connecting {', '.join(sorted(wanted - online))}")
+                        missing.append(name)
+                    elif nodes[name].status != "online" or nodes[name].activated == before or not running.alive(name):
+                        missing.append(name)  # Flower takes a while to see that a node is gone
+                if not missing:
+                    return list(nodes.values())
+                _check(running, SERVER, limit, f"connecting {', '.join(missing)}")
     except KeyboardInterrupt:
         down(federation)
         raise
+
+
+def admit(federation: Federation, control: Control) -> None:
+    """Register the clients' keys, each under its client's name; those that are known stay."""
+    known = {node.name for node in control.nodes()}
+    for number in range(federation.clients):
+        name = f"client-{number}"
+        if name not in known:
+            control.register(federation.server / "keys" / f"{name}.pub", name)
 
 
 def _check(running: Running, name: str, limit: float, what: str) -> None:
