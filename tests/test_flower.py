@@ -252,7 +252,7 @@ def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
     if victim == "superlink":
         os.killpg(server, signal.SIGKILL)
     else:
-        apps = [p for p in children(server) if "flwr-serverapp" in p[1]]
+        apps = [p for p in descendants(server) if "flwr-serverapp" in p[1]]
         os.kill(apps[0][0], signal.SIGKILL)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 1, err
@@ -268,16 +268,18 @@ def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
         assert state.read_bytes() == rows[i]
 
 
-def children(group):
-    """(pid, command line) of the processes of a group."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+def descendants(pid):
+    """(pid, command line) of everything that a process has started."""
+    found, parents = [], {pid}
+    for path in sorted(Path("/proc").glob("[0-9]*/stat"), key=lambda path: int(path.parent.name)):
         try:
-            if int(path.read_text().rsplit(")", 1)[1].split()[2]) == group:
-                command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                found.append((int(path.parent.name), command))
+            parent = int(path.read_text().rsplit(")", 1)[1].split()[1])
+            command = (path.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
+        if parent in parents:
+            parents.add(int(path.parent.name))
+            found.append((int(path.parent.name), command))
     return found
 
 
