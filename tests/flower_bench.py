@@ -66,6 +66,7 @@ class Direct:
         self.clients = [Client(load_client(path)) for path in paths]
         self.twist = twist or (lambda client, header, reply: [reply])
         self.gone: set[int] = set()
+        self.headers: list[dict] = []
         self.asked: list[tuple[str, int | None, int]] = []
 
     def restart(self, client: int) -> None:
@@ -77,6 +78,7 @@ class Direct:
 
     def ask(self, header: dict, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
         for i in reversed(clients):  # answers come in any order
+            self.headers.append(header)
             self.asked.append((header["kind"], header.get("round"), i))
             yield from self.twist(i, header, Reply(i, *self.clients[i].answer(header, body)))
 

@@ -63,6 +63,7 @@ def test_equal_to_the_reference_engine(tmp_path, reference):
     assert torch.equal(bench.final_w(run_folder), w)
     assert bench.models(tmp_path) == files
     same_lines(told(run_folder), lines)
+    assert all('"bits"' not in json.dumps(header) for header in post.headers)
     exports = json.loads((run_folder / "exports.json").read_text())
     assert [e["bytes"] for e in exports] == [len(f) for f in files]
     assert [e["test"] for e in exports] == lines[-1]["clients"]["test"]

@@ -149,6 +149,9 @@ def run(
     target = federation.folder / "runs" / name
     if resume:
         request = _known(target, parsed, terms)
+        if (target / "result.json").exists():
+            out.print(f"{target} is finished")
+            return _show(target)
     else:
         if target.exists():
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
@@ -158,7 +161,7 @@ def run(
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")
-    _show(target)
+    return _show(target)
 
 
 def _one(found: list[Any]) -> list[Any]:

@@ -46,8 +46,9 @@ def _exactly(connection: socket.socket, size: int) -> bytearray:
 
 
 def ask(folder: Path, header: Header, body: bytes = b"") -> tuple[Header, bytes]:
-    """One question to the worker that listens in a folder, and its answer."""
+    """One question to the worker that listens in a folder, and its answer; not later than the server waits for it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(header.get("seconds"))
         with inside(folder):
             connection.connect(SOCKET)
         send(connection, header, body)

@@ -63,7 +63,7 @@ class Terms:
     clients: int  # of the federation, numbered from 0
     minimum: int = 1  # sound uploads that a round needs
     deadline: float = 120.0  # seconds a round may take
-    patience: float = 600.0  # seconds to wait for the minimum to connect
+    patience: float = 600.0  # seconds to wait for the minimum to connect, and for their first answers
     upload: Codec = "fp32"
 
 
@@ -88,7 +88,8 @@ class Fleet:
 
     def _ask(self, kind: str, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Reply]:
         """First answers only, and only of clients that were asked."""
-        header = {"kind": kind, "protocol": PROTOCOL, "attempt": self.attempt, "round": round}
+        header: Header = {"kind": kind, "protocol": PROTOCOL, "attempt": self.attempt, "round": round}
+        header["seconds"] = self.terms.deadline
         header["task"] = json.loads(self.task.model_dump_json())
         waiting = set(clients)
         for reply in self.post.ask(header, w.numpy().tobytes(), clients, self.terms.deadline):
@@ -215,7 +216,7 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     here = wait_for(post, range(terms.clients), terms.minimum, terms.patience)
     kinds: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}  # (shape, classes) -> client -> samples
     faults = dict.fromkeys(here, "no answer")
-    for reply in post.ask(header, b"", here, terms.deadline):
+    for reply in post.ask(header, b"", here, terms.patience):  # clients load torch and their data now
         fault = fault_of(Reply(reply.client, {**reply.header, "round": 0}), 0)
         if reply.client not in faults or fault:
             faults |= {reply.client: fault} if fault and reply.client in faults else {}
