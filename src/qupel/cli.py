@@ -16,6 +16,7 @@ from rich.table import Table
 
 from qupel.deploy import commands as deploy
 from qupel.errors import UserError
+from qupel.flower import commands as flower
 from qupel.report.commands import report
 from qupel.reproduce import commands as reproduce
 from qupel.terminal import Watcher, err, number_table, out, stop_requests
@@ -279,6 +280,7 @@ for _command, _name in (
 ):
     app.command(_name)(_command)
 app.command("reproduce")(reproduce.reproduce)
+app.add_typer(flower.app, name="flower")
 
 
 def main() -> None:

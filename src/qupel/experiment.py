@@ -118,16 +118,30 @@ def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
 
 def build_job(config: Config, cell: Cell) -> Job:
     """The job of one cell. Cells of a seed share data, split and initial model, so that comparisons are paired."""
-    method = config.methods[cell.label]
     data = load_data(config.data.name, config.data.folder, config.data.limit)
     parts = split_data(config, data, cell.seed)
     module = build_model(config, data, cell)
+    job = assemble(config, cell, module, data, parts, build_plans(config, cell, module, data, len(parts)))
+    check_trainable(job)
+    return job
+
+
+def assemble(
+    config: Config,
+    cell: Cell,
+    module: nn.Module,
+    data: sources.Dataset,
+    parts: Sequence[partition.Part],
+    plans: Sequence[Plan],
+) -> Job:
+    """The settings of a cell on a model, data and clients."""
+    method = config.methods[cell.label]
     job = Job(
         module=module,
         loss=nn.functional.cross_entropy,
         data=data,
         parts=parts,
-        plans=build_plans(config, cell, module, data, len(parts)),
+        plans=plans,
         phases=[],
         seed=cell.seed,
         local_steps=method.steps_per_round(config.local_steps),
@@ -139,9 +153,7 @@ def build_job(config: Config, cell: Cell) -> Job:
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
         transform=Transform.of(data, augment=config.data.augment),
     )
-    job = job.with_phases(build_phases(method, config.rounds, job, cell.label))
-    check_trainable(job)
-    return job
+    return job.with_phases(build_phases(method, config.rounds, job, cell.label))
 
 
 def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,21 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=1) + "\n")
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """A folder that is complete or absent: filled under another name by the body, which flushes its files, renamed."""
+    temporary = final.with_name(f".{final.name}.{os.getpid()}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        temporary.replace(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(final.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qupel.errors import UserError
-from qupel.files import sync_folder, write_atomic, write_json
+from qupel.files import new_folder, write_atomic, write_json
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,11 @@ class Checkpoints:
         final = self.folder / f"round-{rounds:06d}"
         if final.exists():
             return
-        temporary = self.folder / f".round-{rounds:06d}.{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            save_states(temporary)
-            write_atomic(temporary / "w.bin", w.cpu().numpy().tobytes())
+        with new_folder(final) as folder:
+            save_states(folder)
+            write_atomic(folder / "w.bin", w.cpu().numpy().tobytes())
             meta = {"rounds": rounds, "fingerprint": self.fingerprint, **asdict(since)}
-            write_json(temporary / "meta.json", meta)
-            temporary.replace(final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        sync_folder(self.folder)
+            write_json(folder / "meta.json", meta)
         for other in self.folder.iterdir():
             if other != final:
                 shutil.rmtree(other, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -119,11 +120,14 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
 
     Uploads are added in client order as they come, so that no engine needs room for all of them."""
     done: list[Trained] = []
+    sent = 0
 
     def sound() -> Iterator[tuple[Tensor, float]]:
+        nonlocal sent
         for d in engine.train(round, w, job.cohort(round)):
             done.append(replace(d, upload=None))
             if d.upload is not None:
+                sent = max(sent, 4 * len(w) if d.wire is None else d.wire)
                 yield d.upload, job.share(d.client)
 
     found, new = sound(), w
@@ -138,8 +142,9 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
     hint = "try a smaller eta1 (or eta2 for the centers), a smaller lambda, or clip the center gradient"
     if refused and (job.on_bad_upload == "stop" or len(refused) == len(done)):
         raise Failed(f"{refused[0]}. {hint}")
-    loss = mean_or_nan([d.loss for d in done if not d.fault])
-    return new, loss, refused, 4 * len(w) if first else 0
+    # a client of a federation over machines may keep its loss to itself
+    loss = mean_or_nan([d.loss for d in done if not d.fault and not math.isnan(d.loss)])
+    return new, loss, refused, sent
 
 
 def metrics(
@@ -173,6 +178,8 @@ def metrics(
             "bits": [j.bits for j in judged],
             "bytes": [j.bytes for j in judged],
         }
+        if len(judged) < len(job.parts):  # some were not there to be judged
+            line["clients"]["number"] = [j.client for j in judged]
     return line
 
 

@@ -31,6 +31,7 @@ class Trained:
     upload: Tensor | None
     loss: float
     fault: str | None = None
+    wire: int | None = None  # bytes of the upload where it was encoded; None: 4 a number
 
 
 @dataclass(frozen=True)

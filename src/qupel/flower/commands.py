@@ -1,0 +1,248 @@
+"""Commands for a federation on Flower: init, up, register, run, export, down. `cli.py` registers them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from qupel.errors import UserError
+
+if TYPE_CHECKING:
+    from qupel.config import Config
+    from qupel.flower.control import Node
+    from qupel.flower.folder import Federation
+    from qupel.flower.server import Request
+
+app = typer.Typer(no_args_is_help=True, help="A federation over machines that do not trust each other, on Flower.")
+out = Console()
+err = Console(stderr=True)
+
+Dir = Annotated[Path, typer.Argument(help="folder of the federation")]
+Clients = Annotated[int, typer.Option("--clients", min=1, help="number of clients")]
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="take data, split and bits from this config")]
+Server = Annotated[
+    str | None, typer.Option("--server", help="the SuperLink (default: that of `up`, else 127.0.0.1:18443)")
+]
+DEFAULT_CONFIG = """
+bits = [2, 3]
+[split]
+clients = {clients}
+train_per_client = 20
+[methods.QuPeL]
+recipe = "qupel"
+"""
+
+
+@app.command()
+def init(
+    folder: Dir,
+    clients: Clients = 3,
+    address: Annotated[str, typer.Option(help="where clients reach the server, HOST:PORT")] = "127.0.0.1:8443",
+    config: ConfigFile = None,
+    venv: Annotated[str, typer.Option(help="where QuPeL is installed on the machines")] = "/opt/qupel",
+) -> None:
+    """Write a ready federation: certificates, keys, start commands, systemd units, client configs, the proxy rule."""
+    made = _init(folder, clients, address, config, venv)
+    out.print(f"{made.folder}: server/ stays here, clients/client-0 to client-{clients - 1} go to their machines")
+    out.print("[dim]a try-out on this machine: qupel flower up; real machines: docs/deploy.md[/dim]")
+
+
+def _init(folder: Path, clients: int, address: str, config: Path | None, venv: str) -> Federation:
+    require_flower()
+    from qupel import config as configs
+    from qupel.flower import folder as folders
+
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"--address {address!r}: expected HOST:PORT, e.g. flower.example.org:8443")
+    text = DEFAULT_CONFIG.format(clients=clients)
+    parsed = configs.load(config) if config else configs.parse(text, "the default")
+    return folders.init(folder, clients, host.strip("[]"), int(port), parsed, venv)
+
+
+@app.command()
+def up(
+    folder: Dir,
+    clients: Annotated[int | None, typer.Option("--clients", min=1, help="clients to start (default: all)")] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Start the federation on this machine, on loopback, for a try-out; show who is connected."""
+    require_flower()
+    from qupel.flower import tryout
+    from qupel.flower.folder import Federation
+
+    if not (folder / "federation.json").exists():
+        _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
+    federation = Federation.open(folder)
+    _connected(tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{text}[/dim]")))
+
+
+@app.command()
+def register(folder: Dir, server: Server = None) -> None:
+    """On the server of real machines: let the clients' keys in, once; show who is connected, any time."""
+    require_flower()
+    from qupel.flower.control import Control
+    from qupel.flower.folder import Federation
+    from qupel.flower.tryout import admit
+
+    federation = Federation.open(folder)
+    with Control(_address(federation, server), federation.authority) as control:
+        control.check()
+        admit(federation, control)
+        _connected(control.nodes())
+
+
+def _connected(nodes: list[Node]) -> None:
+    table = Table("client", "status")
+    for node in nodes:
+        table.add_row(node.name, node.status)
+    out.print(table)
+
+
+@app.command()
+def down(folder: Dir) -> None:
+    """End exactly what `up` has started."""
+    require_flower()
+    from qupel.flower import tryout
+    from qupel.flower.folder import Federation
+
+    ended = tryout.down(Federation.open(folder))
+    out.print(f"ended: {', '.join(ended)}" if ended else "nothing was running")
+
+
+@app.command()
+def run(
+    folder: Dir,
+    config: Annotated[Path, typer.Argument(help="a TOML file with one method; data, split and bits are the clients'")],
+    name: Annotated[str | None, typer.Option(help="of the run (default: the config's name and the time)")] = None,
+    set: Annotated[list[str] | None, typer.Option("--set", help="override a key: --set rounds=10")] = None,
+    minimum: Annotated[int | None, typer.Option(min=1, help="clients a round needs (default: all)")] = None,
+    deadline: Annotated[float, typer.Option(min=1, help="seconds a round may take")] = 120.0,
+    patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
+    upload: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="what clients send")] = "fp32",
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this --name")] = False,
+    server: Server = None,
+) -> None:
+    """Run a federation: every client ends with its own small model, on its own disk."""
+    require_flower()
+    from qupel import config as configs
+    from qupel.experiment import cells
+    from qupel.flower.folder import Federation
+    from qupel.flower.server import Request, Terms
+
+    federation = Federation.open(folder)
+    parsed = configs.load(config, set or [])
+    (cell,) = _one(cells(parsed))
+    if parsed.model.start is not None:
+        raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
+    terms = Terms(federation.clients, minimum or federation.clients, deadline, patience, upload)
+    if resume and name is None:
+        raise UserError("--resume needs --name, that of the run to go on with")
+    name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    target = federation.folder / "runs" / name
+    if resume:
+        request = _known(target, parsed, terms)
+        if (target / "result.json").exists():
+            out.print(f"{target} is finished")
+            return _show(target)
+    else:
+        if target.exists():
+            raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
+        request = Request(
+            job=f"{cell.name}-{secrets.token_hex(4)}", config=parsed, label=cell.label, seed=cell.seed, terms=terms
+        )
+        target.mkdir(parents=True)
+    request.write(target)
+    _drive(federation, server, target, "run")
+    return _show(target)
+
+
+def _one(found: list[Any]) -> list[Any]:
+    if len(found) != 1:
+        raise UserError(f"this config has {len(found)} runs (methods x seeds); a federation runs one at a time")
+    return found
+
+
+def _known(target: Path, config: Config, terms: Any) -> Request:
+    """The request of a run that is resumed: the same settings, but deadlines and the minimum may be new."""
+    from qupel.flower.server import Request
+
+    if not (target / "request.json").exists():
+        raise UserError(f"{target} holds no run to resume")
+    before = Request.read(target)
+    if before.config != config or before.terms.upload != terms.upload:
+        raise UserError(f"{target} was made with another config or --upload; resume it with those")
+    return before.model_copy(update={"terms": terms})
+
+
+@app.command()
+def export(
+    folder: Dir,
+    name: Annotated[str, typer.Argument(help="of a finished run")],
+    server: Server = None,
+) -> None:
+    """Let every connected client write its packed model on its own disk, and report its size and test accuracy."""
+    require_flower()
+    from qupel.flower.folder import Federation
+
+    federation = Federation.open(folder)
+    target = federation.folder / "runs" / name
+    if not (target / "w.bin").exists():
+        raise UserError(f"{target} holds no finished run")
+    _drive(federation, server, target, "export")
+    _show(target)
+
+
+def require_flower() -> None:
+    try:
+        import flwr  # noqa: F401
+    except ImportError:
+        raise UserError("Flower is not installed; pip install 'qupel[flower]'") from None
+
+
+# --- a run and who watches it ---
+
+
+def _drive(federation: Federation, server: str | None, target: Path, mode: Literal["run", "export"]) -> None:
+    from qupel.flower.drive import drive
+
+    drive(federation, _address(federation, server), target, mode, _tell)
+
+
+def _address(federation: Federation, server: str | None) -> str:
+    """As given, else where `up` has started it, else where server/start.sh does."""
+    from qupel.flower.templates import INNER_PORT
+    from qupel.flower.tryout import Running
+
+    running = Running.of(federation)
+    return server or (running.address if running else f"127.0.0.1:{INNER_PORT}")
+
+
+def _tell(progress: dict[str, Any]) -> None:
+    for refusal in progress["refused"]:
+        err.print(f"round {progress['round']}: refused {refusal}", highlight=False)
+    line = progress["line"] or {}
+    test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
+    loss = f"  loss {progress['loss']:.4f}" if progress["loss"] == progress["loss"] else ""
+    head = f"round {progress['round']}/{progress['rounds']}"
+    out.print(f"{head}{loss}{test}  {progress['seconds']:.0f} s", highlight=False)
+
+
+def _show(target: Path) -> None:
+    path = target / "exports.json"
+    if path.exists():
+        table = Table("client", "model on its disk", "test accuracy")
+        for told in json.loads(path.read_text()):
+            size = f"{told['bytes']:,} bytes" if "bytes" in told else told["error"]
+            table.add_row(
+                str(told["client"]), size, f"{100 * told['test']:.1f} %" if told.get("test") is not None else ""
+            )
+        out.print(table)
+    out.print(f"[dim]everything the server knows is in {target}[/dim]")

@@ -1,0 +1,67 @@
+"""Messages on a local socket: two lengths, a JSON header, raw bytes. Nothing but the standard library: the process that
+passes a message on must start fast."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Header = dict[str, Any]
+SOCKET = "worker.sock"
+LARGEST_HEADER, LARGEST_BODY = 2**20, 2**34
+_LENGTHS = struct.Struct("!QQ")
+
+
+def send(connection: socket.socket, header: Header, body: bytes = b"") -> None:
+    head = json.dumps(header).encode()
+    connection.sendall(_LENGTHS.pack(len(head), len(body)) + head)
+    connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[Header, bytes]:
+    head, body = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
+    if head > LARGEST_HEADER or body > LARGEST_BODY:
+        raise ConnectionError(f"a message of {head} + {body} bytes is not one of ours")
+    header = json.loads(_exactly(connection, head))
+    if not isinstance(header, dict):
+        raise ConnectionError("a message without a header is not one of ours")
+    return header, bytes(_exactly(connection, body))
+
+
+def _exactly(connection: socket.socket, size: int) -> bytearray:
+    buffer = bytearray(size)
+    view, done = memoryview(buffer), 0
+    while done < size:
+        count = connection.recv_into(view[done:])
+        if count == 0:
+            raise ConnectionError("the connection ended within a message")
+        done += count
+    return buffer
+
+
+def ask(folder: Path, header: Header, body: bytes = b"") -> tuple[Header, bytes]:
+    """One question to the worker that listens in a folder, and its answer; not later than the server waits for it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(header.get("seconds"))
+        with inside(folder):
+            connection.connect(SOCKET)
+        send(connection, header, body)
+        return receive(connection)
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Within a folder, for a socket's name: an absolute one must fit into 107 bytes."""
+    before = os.open(".", os.O_RDONLY)
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.fchdir(before)
+        os.close(before)

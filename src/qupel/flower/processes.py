@@ -1,0 +1,65 @@
+"""Processes that outlive the command that started them: who they are, whether they live, how they end.
+
+A process is known by its id and its start: an id alone may by now belong to somebody else.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_CHILDREN: list[subprocess.Popen[bytes]] = []  # of this process
+
+
+@dataclass(frozen=True)
+class Process:
+    name: str
+    pid: int
+    started: str
+
+    def alive(self) -> bool:
+        for child in _CHILDREN:  # a body that nobody takes away keeps its children waiting
+            child.poll()
+        return started(self.pid) == self.started
+
+
+def started(pid: int) -> str | None:
+    """When a process started, in the system's own terms; None when there is none, or only its body."""
+    stat = Path(f"/proc/{pid}/stat")
+    if Path("/proc/self/stat").exists():
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()  # its name, in parentheses, may hold anything
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
+    shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True)
+    return shown.stdout.strip() or None
+
+
+def start(name: str, command: Sequence[str], log: Path, environment: dict[str, str]) -> Process:
+    """Start a process that leads its own group, so that it and its children can be ended together."""
+    with log.open("ab") as file:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
+        )
+    _CHILDREN.append(child)
+    return Process(name, child.pid, started(child.pid) or "")
+
+
+def end(processes: Sequence[Process], seconds: float = 10.0) -> None:
+    """Ask these processes and their groups to end; after a while end them."""
+    for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 5.0)):
+        living = [p for p in processes if p.alive()]
+        for process in living:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        limit = time.monotonic() + patience
+        while any(p.alive() for p in living) and time.monotonic() < limit:
+            time.sleep(0.05)

@@ -1,0 +1,112 @@
+"""The Flower ServerApp: our own loop over Flower's grid. Only Flower imports this file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid, ServerApp
+
+from qupel.engine.rounds import Failed, Progress, Stopped
+from qupel.errors import UserError
+from qupel.files import write_json
+from qupel.flower.frames import Header
+from qupel.flower.server import Reply, conduct, export, open_fleet
+
+log = logging.getLogger("flwr")
+app = ServerApp()
+POLL_SECONDS = 0.2
+MESSAGE_TYPES = {"hello": "query.hello", "export": "query.export"}  # the others are Flower's own: train, evaluate
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run or export what RUN/request.json asks for; RUN/end.json says how it ended."""
+    folder, mode = Path(str(context.run_config["run"])), context.run_config["mode"]
+    torch.set_num_threads(1)
+    post = FlowerPost(grid)
+    began = time.monotonic()
+
+    def tell(progress: Progress) -> None:
+        line = {**asdict(progress), "seconds": time.monotonic() - began}
+        with (folder / "progress.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    try:
+        if mode == "export":
+            export(folder, open_fleet(folder, post))
+        else:
+            conduct(folder, post, tell, should_stop=(folder / "stop").exists)
+        ended = {"state": "done", "message": ""}
+    except Stopped as e:
+        ended = {"state": "stopped", "message": str(e)}
+    except (UserError, Failed, OSError) as e:
+        ended = {"state": "failed", "message": str(e)}
+    except BaseException as e:
+        write_json(folder / "end.json", {"state": "broken", "message": f"{type(e).__name__}: {e}"})
+        raise
+    write_json(folder / "end.json", ended)
+
+
+class FlowerPost:
+    """Questions as Flower messages. A client is known by the name its key was registered under: client-<number>."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def present(self) -> list[int]:
+        return sorted(self._nodes())
+
+    def _nodes(self) -> dict[int, int]:
+        """Client -> node. Of two nodes with one name, the one that was registered first."""
+        nodes: dict[int, int] = {}
+        for node in sorted(self.grid.get_nodes(), key=lambda n: (n.registered_at, n.node_id)):
+            if named := re.fullmatch(r"client-(\d+)", node.name):
+                nodes.setdefault(int(named[1]), node.node_id)
+        return nodes
+
+    def ask(self, header: Header, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
+        limit = time.monotonic() + seconds
+        nodes = self._nodes()
+        kind = MESSAGE_TYPES.get(header["kind"], str(header["kind"]))
+        messages, owners = [], []
+        for client in clients:
+            if client in nodes:
+                content = RecordDict({"question": ConfigRecord({"header": json.dumps(header)})})
+                if body:
+                    content["arrays"] = ArrayRecord({"w": Array(np.frombuffer(body, np.float32))})
+                round = str(header.get("round", ""))
+                messages.append(Message(content, nodes[client], kind, ttl=seconds + 30, group_id=round))
+                owners.append(client)
+        waiting = dict(zip(self.grid.push_messages(messages), owners, strict=True)) if messages else {}
+        while waiting and time.monotonic() < limit:
+            for message in self.grid.pull_messages(list(waiting)):
+                asked = message.metadata.reply_to_message_id
+                if asked in waiting:
+                    yield read(waiting.pop(asked), message)
+            if waiting:
+                time.sleep(POLL_SECONDS)
+
+
+def read(client: int, message: Any) -> Reply:
+    """A reply out of a message, whatever it holds."""
+    if message.has_error():
+        return Reply(client, {"error": f"error {message.error.code}: {message.error.reason}"})
+    try:
+        content = message.content
+        header = json.loads(content["answer"]["header"])
+        if not isinstance(header, dict):
+            raise TypeError("its header is no table")
+        body = content["arrays"]["upload"].numpy().tobytes() if "arrays" in content else b""
+    except (KeyError, TypeError, ValueError, AttributeError, EOFError) as e:
+        return Reply(client, {"error": f"an answer that cannot be read: {e!r:.100}"})
+    return Reply(client, header, body)

@@ -1,0 +1,90 @@
+"""The resident worker of a client: `python -m qupel.flower.worker client.toml`. It answers on a socket in the state
+folder, one question at a time, until it is told to stop or nobody has asked for a long while."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from qupel.errors import UserError
+from qupel.files import write_json
+from qupel.flower import frames
+from qupel.flower.client import Client
+from qupel.flower.processes import started
+from qupel.flower.task import ClientConfig, load_client
+
+PID_FILE = "worker.json"
+
+
+def open_client(path: Path) -> Client:
+    """The client of a config file, computing with one thread: then its bits are those of every other engine."""
+    torch.set_num_threads(1)
+    return Client(load_client(path))
+
+
+def serve(client: Client) -> None:
+    config = client.config
+    with _alone(config.state), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        (config.state / frames.SOCKET).unlink(missing_ok=True)  # of a worker that is gone
+        with frames.inside(config.state):
+            listener.bind(frames.SOCKET)
+        listener.listen()
+        listener.settimeout(60 * config.idle_minutes)
+        write_json(config.state / PID_FILE, {"pid": os.getpid(), "started": started(os.getpid())})
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                return
+            with connection:
+                connection.settimeout(60)
+                _one(client, connection)
+
+
+@contextmanager
+def _alone(state: Path) -> Iterator[None]:
+    """Two workers on one state would undo each other's rounds."""
+    with (state / "worker.alone").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{state} already has a worker") from None
+        yield
+
+
+def _one(client: Client, connection: socket.socket) -> None:
+    """One question. What goes wrong with it must not end the worker."""
+    try:
+        header, body = frames.receive(connection)
+        try:
+            answer = client.answer(header, body)
+        except Exception as e:
+            traceback.print_exc()
+            answer = {"client": client.config.client, "error": f"{type(e).__name__}: {e}"}, b""
+        frames.send(connection, *answer)
+    except (OSError, ValueError) as e:
+        print(f"a question was lost: {e}", file=sys.stderr, flush=True)
+
+
+def main(path: Path) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    config: ClientConfig = load_client(path)
+    os.nice(config.nice)
+    config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    serve(open_client(path))
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except UserError as e:
+        sys.exit(f"error: {e}")
