@@ -59,11 +59,12 @@ class Layout:
     weights: tuple[str, ...]
 
     @staticmethod
-    def of(module: nn.Module) -> Layout:
+    def of(module: nn.Module, dtype: torch.dtype = torch.float32) -> Layout:
         slots, start = [], 0
         for name, p in module.named_parameters():
-            if p.dtype != torch.float32:
-                raise UserError(f"parameter {name!r} has type {p.dtype}; only float32 models can be trained")
+            if p.dtype != dtype:
+                allowed = str(dtype).removeprefix("torch.")
+                raise UserError(f"parameter {name!r} has type {p.dtype}; only {allowed} models can be trained")
             slots.append(Slot(name, tuple(p.shape), start, start + p.numel()))
             start += p.numel()
         known = {s.name for s in slots}
@@ -89,7 +90,8 @@ class Layout:
     def flatten(self, module: nn.Module) -> Tensor:
         """The module's parameters as a new vector (d,)."""
         values = dict(module.named_parameters())
-        vector = torch.empty(self.size, device=next(iter(values.values())).device)
+        first = next(iter(values.values()))
+        vector = torch.empty(self.size, dtype=first.dtype, device=first.device)
         with torch.no_grad():
             for slot in self.slots:
                 slot.view(vector).copy_(values[slot.name])

@@ -29,9 +29,9 @@ class Oracle:
     statistics, its running ones are never used while learning. `loss_value` is the loss of the last call.
     """
 
-    def __init__(self, module: nn.Module, loss: Loss) -> None:
+    def __init__(self, module: nn.Module, loss: Loss, dtype: torch.dtype = torch.float32) -> None:
         self.module = copy.deepcopy(module).train()
-        self.layout = Layout.of(self.module)
+        self.layout = Layout.of(self.module, dtype)
         self.values = self.layout.bind(self.module)
         named = dict(self.module.named_parameters())
         self.parameters = [named[slot.name] for slot in self.layout.slots]

@@ -16,7 +16,7 @@ from qupel.algorithms.base import Batch, Gradient
 from qupel.codebook import Codebook, Codes, Plan, start_codebook
 from qupel.flat import Layout
 from qupel.prox import prox_centers, prox_weights
-from qupel.quantize import center_gradient, counts, soft, soft_gradient, steepness
+from qupel.quantize import center_gradient, counts, soft_at, soft_gradient, steepness
 from qupel.schedule import Clock, Follow, Schedule, Travel, center_pull, weight_pull
 
 
@@ -28,6 +28,7 @@ class Quantizer:
     mode: `hard` takes grad_x f(Q_c(x)) as 0 and passes df/dQ straight to the centers; `soft` differentiates Q~.
     gradient: a center's gradient is the `sum` (the paper) or the `mean` over its weights.
     carry: weights that sit exactly on a center move along with it.
+    P: the soft quantizer's steepness itself, whatever the centers (the theorems want it constant); None: from sharpness.
     """
 
     eta2: Schedule = Schedule(1e-4)
@@ -35,6 +36,7 @@ class Quantizer:
     lam_c: Schedule | Follow | None = None
     mode: Literal["hard", "soft"] = "hard"
     sharpness: float = 8.0
+    P: float | None = None
     rule: Literal["exact", "first_order", "paper"] = "exact"
     gradient: Literal["sum", "mean"] = "sum"
     clip: float | None = None
@@ -47,15 +49,21 @@ class Quantizer:
             return before
         return start_codebook(layout, x, plan, self.init)
 
+    def steepness(self, c: Tensor) -> Tensor | float:
+        """P of a layer with centers c."""
+        return steepness(c, self.sharpness) if self.P is None else self.P
+
+    def soft(self, x: Tensor, codebook: Codebook) -> Tensor:
+        """Q~_c(x) of a whole model (d,)."""
+        return codebook.map(x, lambda v, c: soft_at(v, c, self.steepness(c)))
+
     def add_weight_gradient(self, g: Tensor, gradient: Gradient, x: Tensor, codebook: Codebook, batch: Batch) -> Tensor:
         """g + grad_x f(Q~_c(x)); the second term is taken as 0 in hard mode."""
         if self.mode == "hard" or not codebook:
             return g
-        upstream = gradient(codebook.map(x, lambda v, c: soft(v, c, self.sharpness)), batch)
+        upstream = gradient(self.soft(x, codebook), batch)
         for slot, c in codebook:
-            upstream[slot.slice], _ = soft_gradient(
-                x[slot.slice], c, steepness(c, self.sharpness), upstream[slot.slice]
-            )
+            upstream[slot.slice], _ = soft_gradient(x[slot.slice], c, self.steepness(c), upstream[slot.slice])
         return g + upstream
 
     def prox_weights(self, y: Tensor, codebook: Codebook, eta1: Schedule, clock: Clock) -> tuple[Tensor, Codes]:
@@ -72,10 +80,7 @@ class Quantizer:
         """h = grad_c f(Q~_c(x)), one vector (m,) a layer. No pass is made where no center could move."""
         if not codebook or self.eta2(clock.time) == 0:
             return [torch.zeros_like(c) for c in codebook.centers]
-        if self.mode == "hard":
-            upstream = gradient(codebook.hard(x, codes), batch)
-        else:
-            upstream = gradient(codebook.map(x, lambda v, c: soft(v, c, self.sharpness)), batch)
+        upstream = gradient(codebook.hard(x, codes) if self.mode == "hard" else self.soft(x, codebook), batch)
         return [
             self._center_gradient(x[slot.slice], c, k, upstream[slot.slice])
             for (slot, c), k in zip(codebook, codes, strict=True)
@@ -85,7 +90,7 @@ class Quantizer:
         if self.mode == "hard":
             h = center_gradient(upstream, codes, len(c))
         else:
-            _, h = soft_gradient(x, c, steepness(c, self.sharpness), upstream)
+            _, h = soft_gradient(x, c, self.steepness(c), upstream)
         if self.gradient == "mean":
             h = h / counts(codes, len(c)).clamp(min=1)
         return h if self.clip is None else h.clamp(-self.clip, self.clip)
