@@ -289,7 +289,7 @@ def test_a_refused_client_keeps_the_state_it_had():
             w, *_ = one_round(job, engine, r, w)
         before = engine.shard.state(1, 0, w)
         engine.shard.job = poison
-        w, loss, refused, _ = one_round(poison, engine, 2, w)
+        w, loss, refused, *_ = one_round(poison, engine, 2, w)
         after = engine.shard.state(1, 0, w)
     assert [r.split(": ")[:2] for r in refused] == [["Berta", "round 3, step 3"]]
     assert np.isfinite(loss)

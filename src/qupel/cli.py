@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
+from qupel.convergence.commands import theory
 from qupel.deploy import commands as deploy
 from qupel.errors import UserError
 from qupel.flower import commands as flower
@@ -37,6 +38,10 @@ Engine = Annotated[
 ]
 RankTimeout = Annotated[
     float | None, typer.Option(min=1, help="seconds of silence after which a rank counts as hung (default: 600)")
+]
+Diagnostics = Annotated[
+    Literal["cheap", "full"] | None,
+    typer.Option(help="measure what the theorems speak of, on one batch a client or on all of its data"),
 ]
 BadUpload = Annotated[
     Literal["refuse", "stop"] | None,
@@ -88,10 +93,11 @@ def run(
     tensorboard: TensorBoard = False,
     engine: Engine = None,
     rank_timeout: RankTimeout = None,
+    diagnostics: Diagnostics = None,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
-    policy = [f"on_bad_upload={on_bad_upload}"] if on_bad_upload else []
-    overrides = [*(set or []), *policy]
+    given = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics}
+    overrides = [*(set or []), *(f"{key}={value}" for key, value in given.items() if value)]
     with _crew(engine, workers, rank_timeout) as (workers, start):
         _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, device, tensorboard)
 
@@ -106,10 +112,12 @@ def train(
     resume: Resume = False,
     device: Device = "cpu",
     tensorboard: TensorBoard = False,
+    diagnostics: Diagnostics = None,
 ) -> None:
     """Train quantized models in one place (Algorithm 1 and its competitors). Without a config: digits."""
+    overrides = [*(set or []), *([f"diagnostics={diagnostics}"] if diagnostics else [])]
     with _crew("local", workers) as (workers, start):
-        _experiment(config, TRAINING_DEMO, TRAINING, out, set or [], workers, start, data, resume, device, tensorboard)
+        _experiment(config, TRAINING_DEMO, TRAINING, out, overrides, workers, start, data, resume, device, tensorboard)
 
 
 @contextmanager
@@ -277,6 +285,7 @@ for _command, _name in (
     (deploy.evaluate_file, "eval"),
     (deploy.plan, "plan"),
     (report, "report"),
+    (theory, "theory"),
 ):
     app.command(_name)(_command)
 app.command("reproduce")(reproduce.reproduce)

@@ -157,6 +157,7 @@ class Config(Strict):
     on_bad_upload: Literal["refuse", "stop"] = "refuse"
     store: Literal["memory", "disk"] = "memory"
     save_models: bool = True
+    diagnostics: Literal["off", "cheap", "full"] = "off"
     methods: dict[str, MethodConfig]
 
     @field_validator("bits")

@@ -152,6 +152,7 @@ def assemble(
         checkpoint_every=config.checkpoint_every,
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
         transform=Transform.of(data, augment=config.data.augment),
+        diagnostics=config.diagnostics,
     )
     return job.with_phases(build_phases(method, config.rounds, job, cell.label))
 

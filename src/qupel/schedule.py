@@ -74,9 +74,9 @@ class Follow:
 
 
 @lru_cache(maxsize=64)
-def _total_ramp(eta1: Schedule, steps: int, epoch_steps: int) -> float:
-    """sum over the phase's steps of eta1 * epoch."""
-    clocks = (Clock(step, steps, epoch_steps) for step in range(steps))
+def _total_ramp(eta1: Schedule, first: int, steps: int, epoch_steps: int) -> float:
+    """sum over the phase's first steps of eta1 * epoch."""
+    clocks = (Clock(step, steps, epoch_steps) for step in range(first))
     return sum(eta1(clock.time) * clock.epoch for clock in clocks)
 
 
@@ -90,9 +90,25 @@ def weight_pull(strength: Schedule | Travel, eta1: Schedule, clock: Clock, cente
     """t = eta1 * lambda of one step for one layer; `prox_weights` moves a weight by t/2."""
     if isinstance(strength, Schedule):
         return eta1(clock.time) * strength(clock.time)
-    total = _total_ramp(eta1, clock.steps, clock.epoch_steps)
+    total = _total_ramp(eta1, clock.steps, clock.steps, clock.epoch_steps)
     share = eta1(clock.time) * clock.epoch / total if total > 0 else 0.0
     return 2 * strength.travel * half_gap(centers) * share
+
+
+def travelled(strength: Schedule | Travel, eta1: Schedule, clock: Clock, centers: Tensor) -> float:
+    """Prox travel of a weight up to this step, sum_t eta1 lambda(t)/2, in half-gaps of a layer with these centers."""
+    gap = half_gap(centers)
+    if isinstance(strength, Schedule):
+        return _total_pull(strength, eta1, clock) / (2 * gap) if gap else 0.0
+    total = _total_ramp(eta1, clock.steps, clock.steps, clock.epoch_steps)
+    return strength.travel * _total_ramp(eta1, clock.step + 1, clock.steps, clock.epoch_steps) / total if total else 0.0
+
+
+@lru_cache(maxsize=64)
+def _total_pull(strength: Schedule, eta1: Schedule, clock: Clock) -> float:
+    """sum over the phase's steps up to this one of eta1 * lambda."""
+    clocks = (Clock(step, clock.steps, clock.epoch_steps) for step in range(clock.step + 1))
+    return sum(eta1(c.time) * strength(c.time) for c in clocks)
 
 
 def center_pull(strength: Schedule | Follow, eta2: Schedule, clock: Clock, centers: Tensor, size: int) -> float:

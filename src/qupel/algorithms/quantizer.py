@@ -28,7 +28,7 @@ class Quantizer:
     mode: `hard` takes grad_x f(Q_c(x)) as 0 and passes df/dQ straight to the centers; `soft` differentiates Q~.
     gradient: a center's gradient is the `sum` (the paper) or the `mean` over its weights.
     carry: weights that sit exactly on a center move along with it.
-    P: the soft quantizer's steepness itself, whatever the centers (the theorems want it constant); None: from sharpness.
+    P: steepness of the soft quantizer whatever its centers, as the theorems want it; None: it follows from sharpness.
     """
 
     eta2: Schedule = Schedule(1e-4)
@@ -53,15 +53,21 @@ class Quantizer:
         """P of a layer with centers c."""
         return steepness(c, self.sharpness) if self.P is None else self.P
 
-    def soft(self, x: Tensor, codebook: Codebook) -> Tensor:
-        """Q~_c(x) of a whole model (d,)."""
+    def strength(self, c: Tensor, eta1: Schedule, clock: Clock) -> float:
+        """lambda of a layer with centers c."""
+        return weight_pull(self.lam, eta1, clock, c) / max(eta1(clock.time), 1e-30)
+
+    def quantized(self, x: Tensor, codebook: Codebook, codes: Codes | None = None) -> Tensor:
+        """What f(Q(x)) is taken of: Q_c(x) in hard mode, Q~_c(x) in soft mode (d,)."""
+        if self.mode == "hard":
+            return codebook.hard(x, codes)
         return codebook.map(x, lambda v, c: soft_at(v, c, self.steepness(c)))
 
     def add_weight_gradient(self, g: Tensor, gradient: Gradient, x: Tensor, codebook: Codebook, batch: Batch) -> Tensor:
         """g + grad_x f(Q~_c(x)); the second term is taken as 0 in hard mode."""
         if self.mode == "hard" or not codebook:
             return g
-        upstream = gradient(self.soft(x, codebook), batch)
+        upstream = gradient(self.quantized(x, codebook), batch)
         for slot, c in codebook:
             upstream[slot.slice], _ = soft_gradient(x[slot.slice], c, self.steepness(c), upstream[slot.slice])
         return g + upstream
@@ -80,7 +86,7 @@ class Quantizer:
         """h = grad_c f(Q~_c(x)), one vector (m,) a layer. No pass is made where no center could move."""
         if not codebook or self.eta2(clock.time) == 0:
             return [torch.zeros_like(c) for c in codebook.centers]
-        upstream = gradient(codebook.hard(x, codes) if self.mode == "hard" else self.soft(x, codebook), batch)
+        upstream = gradient(self.quantized(x, codebook, codes), batch)
         return [
             self._center_gradient(x[slot.slice], c, k, upstream[slot.slice])
             for (slot, c), k in zip(codebook, codes, strict=True)
@@ -102,8 +108,7 @@ class Quantizer:
         eta2, moved = self.eta2(clock.time), []
         for (slot, c), k, h_layer in zip(codebook, codes, h, strict=True):
             if self.lam_c is None:
-                lam = weight_pull(self.lam, eta1, clock, c) / max(eta1(clock.time), 1e-30)
-                t = eta2 * lam
+                t = eta2 * self.strength(c, eta1, clock)
             else:
                 t = center_pull(self.lam_c, self.eta2, clock, c, slot.size)
             mu, v = c - eta2 * h_layer, x[slot.slice]

@@ -43,6 +43,7 @@ class Job:
     on_bad_upload: Literal["refuse", "stop"] = "refuse"
     transform: Transform = field(default_factory=Transform)
     names: Sequence[str] = ()
+    diagnostics: Literal["off", "cheap", "full"] = "off"
 
     def __post_init__(self) -> None:
         if len(self.parts) != len(self.plans):
@@ -108,8 +109,8 @@ class Job:
     def share(self, client: int) -> float:
         return float(len(self.parts[client].train_rows)) if self.weighted else 1.0
 
-    def calibration(self, client: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def calibration(self, client: int, samples: int | None = CALIBRATION_SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
         """Training data of a client for BatchNorm's statistics, never augmented, in batches as equal as can be."""
-        owned = self.parts[client].train_rows[:CALIBRATION_SAMPLES]
+        owned = self.parts[client].train_rows[:samples]
         batches = -(-len(owned) // EVALUATION_BATCH)
         return chunks(self.data.train.take(owned), -(-len(owned) // batches), self.transform)

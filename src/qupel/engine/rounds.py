@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qupel import diagnostics
 from qupel.algorithms.base import Deployed
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.job import Job
@@ -90,7 +91,7 @@ def run(
     w = w.to(initial.device)
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
     for round in range(start, job.rounds):
-        w, loss, refused, sent = one_round(job, engine, round, w)
+        w, loss, refused, sent, drift = one_round(job, engine, round, w)
         since.losses.append(loss)
         since.refused.extend(refused)
         phase, within = job.locate(round)
@@ -99,6 +100,16 @@ def run(
         if last or (round + 1) % job.evaluate_every == 0:
             judged = sorted(engine.evaluate(round, w, range(len(job.parts))), key=lambda j: j.client)
             line = metrics(job, round, judged, mean_or_nan(since.losses), since.refused, sent)
+            if job.diagnostics != "off":
+                line["diagnostics"] = diagnostics.summary(
+                    job.phases[phase].method,
+                    job.clock(round, job.local_steps - 1),
+                    job.diagnostics,
+                    job.local_steps,
+                    [j.seen for j in judged if j.seen],
+                    drift,
+                    [before["diagnostics"] for before in lines if before["phase"] == phase],
+                )
             line["seconds"] = round_to(spent + time.monotonic() - began)
             since = Since()
             lines.append(line)
@@ -115,11 +126,12 @@ def run(
     return Finished(w, lines)
 
 
-def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, float, list[str], int]:
-    """(new w, mean loss, who was refused and why, bytes a client sent).
+def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, float, list[str], int, float | None]:
+    """(new w, mean loss, who was refused and why, bytes a client sent, with diagnostics the drift of the uploads).
 
     Uploads are added in client order as they come, so that no engine needs room for all of them."""
     done: list[Trained] = []
+    moved: list[tuple[float, float]] = []  # share and |upload - w|^2
     sent = 0
 
     def sound() -> Iterator[tuple[Tensor, float]]:
@@ -128,6 +140,8 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
             done.append(replace(d, upload=None))
             if d.upload is not None:
                 sent = max(sent, 4 * len(w) if d.wire is None else d.wire)
+                if job.diagnostics != "off":
+                    moved.append((job.share(d.client), diagnostics.apart(d.upload, w)))
                 yield d.upload, job.share(d.client)
 
     found, new = sound(), w
@@ -144,7 +158,7 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
         raise Failed(f"{refused[0]}. {hint}")
     # a client of a federation over machines may keep its loss to itself
     loss = mean_or_nan([d.loss for d in done if not d.fault and not math.isnan(d.loss)])
-    return new, loss, refused, sent
+    return new, loss, refused, sent, diagnostics.drift(moved, w, new) if moved else None
 
 
 def metrics(

@@ -15,6 +15,7 @@ from qupel.algorithms.base import Deployed, State
 from qupel.codebook import mean_bits, model_bytes
 from qupel.data.batches import batch, chunks, generator, rows
 from qupel.data.sources import Arrays
+from qupel.diagnostics import ClientLoss, Probe, Seen
 from qupel.engine.job import Job
 from qupel.engine.store import DiskStore, MemoryStore, Store, restore, snapshot
 from qupel.engine.weights import shown_clients, told
@@ -46,6 +47,7 @@ class Judged:
     bits: float
     dead: int  # centers without a weight
     weights: dict[str, Any] | None = None  # its centers, at a few clients only (`weights.told`)
+    seen: Seen | None = None  # with diagnostics
 
 
 class Shard:
@@ -117,6 +119,8 @@ class Shard:
         phase, within = self.job.locate(round)
         method = self.job.phases[phase].method
         ends = within == self.job.phases[phase].rounds - 1
+        clock = self.job.clock(round, self.job.local_steps - 1)
+        probe = None if self.job.diagnostics == "off" else Probe(method, w, clock)
         for client in clients:
             state = self.state(client, phase, w)
             model = method.deployed(state)
@@ -128,7 +132,14 @@ class Shard:
             dead = sum(len(dead_centers(k, len(c))) for (_, c), k in zip(model.codebook, codes, strict=True))
             size = model_bytes(len(model.x), model.codebook)
             weights = told(client, state.x, model, with_weights=ends) if client in self.shown else None
-            yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead, weights)
+            seen = probe.look(state, self._probed(client, round)) if probe else None
+            yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead, weights, seen)
+
+    def _probed(self, client: int, round: int) -> ClientLoss:
+        """The client's loss for diagnostics: on all of its training data, or on the batch of its next step."""
+        full = self.job.diagnostics == "full"
+        batches = list(self.job.calibration(client, None)) if full else [self._batch(client, round + 1, 0)]
+        return ClientLoss(self.oracle, batches, seed=0)
 
     def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:
         return self.judge.score(x, self.job.calibration(client), chunks(arrays, EVALUATION_BATCH, self.job.transform))

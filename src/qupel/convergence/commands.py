@@ -1,0 +1,42 @@
+"""The command `qupel theory`. `cli.py` registers it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+out = Console()
+
+
+def theory(
+    config: Annotated[Path, typer.Argument(help="a TOML file with theorem = 1 or 2 (experiments/theory1.toml)")],
+    folder: Annotated[Path | None, typer.Option("--out", help="folder (default: runs/<name>-<time>)")] = None,
+) -> None:
+    """Run what Theorem 1 or 2 speaks of, full batch and with its step sizes, and draw measured against bound."""
+    import torch
+
+    from qupel.convergence.config import load
+    from qupel.convergence.study import study, total_steps
+
+    settings = load(config)
+    folder = folder or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the problems are tiny
+    try:
+        with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+            task = bar.add_task("starting", total=total_steps(settings))
+            head, body = study(settings, folder, lambda name, n: bar.update(task, advance=n, description=name[:40]))
+    finally:
+        torch.set_num_threads(threads)
+    table = Table(*head, box=None, pad_edge=False)
+    for cells in body:
+        table.add_row(*cells)
+    out.print(table)
+    out.print(f"[dim]everything is in {folder}: theorem.md, theorem.json, theorem.png, theorem.svg[/dim]")

@@ -1,0 +1,190 @@
+"""A whole study: every run of a config, the claims it bears out, its table, numbers and picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qupel.convergence import picture
+from qupel.convergence.config import Theorem1, Theorem2, TheoryConfig
+from qupel.convergence.problem import build
+from qupel.convergence.run import TOLERANCE, Measured, run_theorem1, run_theorem2
+from qupel.files import write_atomic, write_json
+from qupel.report.tables import markdown
+from qupel.theory import theorem1_bound, theorem1_sharp, theorem2_bound, theorem2_sharp
+
+Row = dict[str, Any]
+Watch = Callable[[str, int], None]  # (which run, steps made since the last call)
+_POINTS = 120  # of a curve in the numbers that are written
+_BATCH = 50  # steps between two calls of a watcher
+
+
+def total_steps(config: TheoryConfig) -> int:
+    if isinstance(config, Theorem1):
+        return config.steps * len(config.rules) * len(config.problems)
+    return sum(config.steps) * len(config.shares)
+
+
+def study(
+    config: TheoryConfig, folder: Path, watch: Watch = lambda name, steps: None
+) -> tuple[list[str], list[list[str]]]:
+    """Run it all; write theorem.json, theorem.md, theorem.png and theorem.svg; return the table."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(config, Theorem1):
+        rows = theorem1_rows(config, watch)
+        head, body = theorem1_table(rows)
+        picture.theorem1_picture(rows, folder / "theorem")
+    else:
+        rows = theorem2_rows(config, watch)
+        head, body = theorem2_table(rows)
+        picture.theorem2_picture(rows, folder / "theorem")
+    write_json(folder / "theorem.json", {"config": config.model_dump(), "tolerance": TOLERANCE, "rows": rows})
+    write_atomic(folder / "theorem.md", markdown(head, body))
+    return head, body
+
+
+def _teller(watch: Watch, name: str) -> Callable[[int], None]:
+    def tell(t: int) -> None:
+        if t % _BATCH == 0:
+            watch(name, _BATCH)
+
+    return tell
+
+
+# --- Theorem 1 ---
+
+
+def theorem1_rows(config: Theorem1, watch: Watch) -> list[Row]:
+    rows = []
+    for name, settings in config.problems.items():
+        problem = build(settings)
+        for rule in config.rules:
+            m = run_theorem1(problem, config.steps, rule, _teller(watch, f"{name}, {rule}"))
+            rows.append({"problem": name, "rule": rule, **theorem1_row(m, settings.center_bound)})
+    return rows
+
+
+def theorem1_row(m: Measured, center_bound: float) -> Row:
+    T = np.arange(1, len(m.G2) + 1)
+    fallen = m.objective[0] - m.objective[1:]  # F^0 - F^T (T,)
+    bound, sharp = (
+        np.array([b(m.steps, t, d) for t, d in zip(T, fallen, strict=True)]) for b in (theorem1_bound, theorem1_sharp)
+    )
+    rises, average = m.increases > 0, m.average
+    shown = np.unique(np.geomspace(1, len(T), _POINTS).round().astype(int)) - 1
+    return {
+        "L_x": m.steps.L_x,
+        "L_c": m.steps.L_c,
+        "eta1": m.steps.eta1,
+        "eta2": m.steps.eta2,
+        "slope_x": m.slope_x,
+        "slope_c": m.slope_c,
+        "constants_hold": m.slope_x <= m.steps.L_x and m.slope_c <= m.steps.L_c and m.largest_center <= center_bound,
+        "largest_center": m.largest_center,
+        "F_start": m.objective[0],
+        "F_end": m.objective[-1],
+        "increases": int(rises.sum()),
+        "first_increase": int(rises.argmax()) + 1 if rises.any() else None,
+        "largest_increase": float(m.increases.max()),
+        "insufficient": int((m.missing > 0).sum()),
+        "of_bound": float((average / bound).max()) if (bound > 0).all() else None,
+        "of_sharp": float((average / sharp).max()) if (sharp > 0).all() else None,
+        "slope": float(np.log10(average[-1] / average[len(T) // 10 - 1]) / np.log10(len(T) / (len(T) // 10))),
+        "curve": {
+            "T": T[shown].tolist(),
+            "average": average[shown].tolist(),
+            "bound": bound[shown].tolist(),
+            "sharp": sharp[shown].tolist(),
+            "objective": m.objective[1:][shown].tolist(),
+        },
+    }
+
+
+def theorem1_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    head = ["problem", "center prox", "F", "steps F rose", "first", "by at most", "decrease missed"]
+    head += ["of bound", "of sharper", "slope", "constants hold"]
+    body = [
+        [
+            r["problem"],
+            r["rule"],
+            f"{r['F_start']:.4f} to {r['F_end']:.4f}",
+            str(r["increases"]),
+            "-" if r["first_increase"] is None else str(r["first_increase"]),
+            f"{r['largest_increase']:.1e}" if r["increases"] else "-",
+            str(r["insufficient"]),
+            *(f"{r[key]:.1e}" if r["rule"] == "exact" else "-" for key in ("of_bound", "of_sharp")),
+            f"{r['slope']:.4f}",
+            "yes" if r["constants_hold"] else "no",
+        ]
+        for r in rows
+    ]
+    return head, body
+
+
+# --- Theorem 2 ---
+
+
+def theorem2_rows(config: Theorem2, watch: Watch) -> list[Row]:
+    rows = []
+    for share in config.shares:
+        problem = build(config.problem, [share] * config.clients)
+        name = f"{100 * share:.0f} % own data"
+        runs = [
+            run_theorem2(problem, T, config.tau, config.lambda_p, _teller(watch, f"{name}, T = {T}"))
+            for T in config.steps
+        ]
+        rows.append({"share": share, "T": list(config.steps), **theorem2_row(runs, config.problem.center_bound)})
+    return rows
+
+
+def theorem2_row(runs: list[Measured], center_bound: float) -> Row:
+    last = runs[-1]
+    floor = float(last.G2[-max(1, len(last.G2) // 10) :].mean())  # what |G|^2 ends at in the longest run
+    row: Row = {"average": [], "kappa": [], "bound": [], "sharp": []}
+    for m in runs:
+        kappa, fallen, T = float(m.kappa.max(0).mean()), m.objective[0] - m.objective[-1], len(m.G2)
+        row["average"].append(float(m.average[-1]))
+        row["kappa"].append(kappa)
+        row["bound"].append(theorem2_bound(m.steps, T, fallen, kappa))
+        row["sharp"].append(theorem2_sharp(m.steps, T, fallen, kappa))
+    T, above = np.array([len(m.G2) for m in runs]), np.array(row["average"]) - floor
+    return {
+        **row,
+        "floor": floor,
+        "slope": float(np.polyfit(np.log(T), np.log(above), 1)[0]) if (above > 0).all() else None,
+        "L_x": last.steps.L_x,
+        "L_c": last.steps.L_c,
+        "constants_hold": all(
+            m.slope_x <= m.steps.L_x and m.slope_c <= m.steps.L_c and m.largest_center <= center_bound for m in runs
+        ),
+    }
+
+
+def theorem2_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    T = rows[0]["T"]
+    head = [
+        "own data",
+        *(f"T = {t}" for t in T),
+        "kappa",
+        "floor",
+        "slope to floor",
+        "of bound",
+        "of sharper",
+        "constants hold",
+    ]
+    body = [
+        [
+            f"{100 * r['share']:.0f} %",
+            *(f"{a:.3g}" for a in r["average"]),
+            f"{r['kappa'][-1]:.3g}",
+            f"{r['floor']:.3g}",
+            "-" if r["slope"] is None else f"{r['slope']:.2f}",
+            *(f"{max(a / b for a, b in zip(r['average'], r[key], strict=True)):.1e}" for key in ("bound", "sharp")),
+            "yes" if r["constants_hold"] else "no",
+        ]
+        for r in rows
+    ]
+    return head, body
