@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qupel.algorithms import Local, QuPeL, State
+from qupel.convergence.config import Rule
 from qupel.convergence.problem import Problem
 from qupel.diagnostics import NO_BATCH, Gradients, decrease, gradients, lambda_p, objective
 from qupel.schedule import Clock, Schedule
@@ -52,7 +53,7 @@ class Measured:
         return np.where(values > TOLERANCE * abs(self.objective[0]), values, 0.0)
 
 
-def run_theorem1(problem: Problem, T: int, rule: str, tell: Tell = lambda t: None) -> Measured:
+def run_theorem1(problem: Problem, T: int, rule: Rule, tell: Tell = lambda t: None) -> Measured:
     q = problem.quantizer()
     steps = theorem1_steps(problem.constants, q, problem.sizes, problem.span, problem.free)
     q = replace(q, eta2=Schedule(steps.eta2), rule=rule)
@@ -82,7 +83,8 @@ def _run(problem: Problem, method: Local | QuPeL, steps: Steps, T: int, tell: Te
     for t in range(T):
         clock = Clock(t, T, T)
         after = [method.step(s, f, NO_BATCH, clock) for s, f in zip(states, problem.losses, strict=True)]
-        G = [gradients(method, *pair, w, f, clock) for *pair, f in zip(states, after, problem.losses, strict=True)]
+        made = zip(states, after, problem.losses, strict=True)
+        G = [gradients(method, before, new, w, f, clock) for before, new, f in made]
         G2[t] = sum(g.total for g in G) / n
         slopes = np.maximum(slopes, _slopes(G))
         needed[t] = sum(decrease(method, a, b, clock) for a, b in zip(states, after, strict=True)) / n
@@ -96,7 +98,7 @@ def _run(problem: Problem, method: Local | QuPeL, steps: Steps, T: int, tell: Te
         if isinstance(method, Local) or t + 1 == T:  # Theorem 2 asks for the ends only
             F[t + 1] = _objective(problem, method, states, w)
         tell(t + 1)
-    return Measured(steps, F, G2, needed, kappa, *slopes.tolist(), largest_center=largest)
+    return Measured(steps, F, G2, needed, kappa, float(slopes[0]), float(slopes[1]), largest)
 
 
 def _objective(problem: Problem, method: Local | QuPeL, states: Sequence[State], w: Tensor) -> float:

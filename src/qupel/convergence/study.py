@@ -71,7 +71,7 @@ def theorem1_row(m: Measured, center_bound: float) -> Row:
     T = np.arange(1, len(m.G2) + 1)
     fallen = m.objective[0] - m.objective[1:]  # F^0 - F^T (T,)
     bound, sharp = (
-        np.array([b(m.steps, t, d) for t, d in zip(T, fallen, strict=True)]) for b in (theorem1_bound, theorem1_sharp)
+        np.array([b(m.steps, t, d) for t, d in enumerate(fallen.tolist(), 1)]) for b in (theorem1_bound, theorem1_sharp)
     )
     rises, average = m.increases > 0, m.average
     shown = np.unique(np.geomspace(1, len(T), _POINTS).round().astype(int)) - 1
@@ -150,11 +150,11 @@ def theorem2_row(runs: list[Measured], center_bound: float) -> Row:
         row["kappa"].append(kappa)
         row["bound"].append(theorem2_bound(m.steps, T, fallen, kappa))
         row["sharp"].append(theorem2_sharp(m.steps, T, fallen, kappa))
-    T, above = np.array([len(m.G2) for m in runs]), np.array(row["average"]) - floor
+    lengths, above = np.array([len(m.G2) for m in runs]), np.array(row["average"]) - floor
     return {
         **row,
         "floor": floor,
-        "slope": float(np.polyfit(np.log(T), np.log(above), 1)[0]) if (above > 0).all() else None,
+        "slope": float(np.polyfit(np.log(lengths), np.log(above), 1)[0]) if (above > 0).all() else None,
         "L_x": last.steps.L_x,
         "L_c": last.steps.L_c,
         "constants_hold": all(

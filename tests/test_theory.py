@@ -1,0 +1,422 @@
+"""Every constant against finite differences, every bound against its derivation, the theorems against runs."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from qupel.algorithms import Quantizer
+from qupel.codebook import Codebook
+from qupel.convergence.config import ProblemConfig, load
+from qupel.convergence.problem import build
+from qupel.convergence.run import run_theorem1, run_theorem2
+from qupel.convergence.study import study, theorem1_row
+from qupel.diagnostics import NO_BATCH
+from qupel.errors import UserError
+from qupel.quantize import soft_at
+from qupel.schedule import Clock, Schedule, Travel
+from qupel.theory import (
+    LossConstants,
+    Steps,
+    curvature,
+    estimate_constants,
+    regression_constants,
+    soft_constants,
+    theorem1_bound,
+    theorem1_sharp,
+    theorem1_steps,
+    theorem2_bound,
+    theorem2_sharp,
+    theorem2_steps,
+)
+
+EXPERIMENTS = Path(__file__).parent.parent / "experiments"
+seeds = st.integers(0, 2**32 - 1)
+
+
+def drawn(seed: int):
+    """(P, sorted centers (m,), weights (n,)): weights around the centers, where Q~ bends."""
+    rng = torch.Generator().manual_seed(seed)
+    m = int(torch.randint(2, 6, (), generator=rng))
+    c = torch.randn(m, generator=rng, dtype=torch.float64).sort().values
+    P = float(torch.empty((), dtype=torch.float64).uniform_(0.2, 12, generator=rng))
+    x = 1.5 * torch.randn(7, generator=rng, dtype=torch.float64)
+    return P, c, x, rng
+
+
+def span(c: torch.Tensor) -> float:
+    return float(c[-1] - c[0])
+
+
+# --- the soft quantizer ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_constants_in_x_bound_finite_differences(seed):
+    P, c, x, rng = drawn(seed)
+    s = soft_constants(P, span(c), [len(x)])
+    y = x + 0.3 * torch.randn(x.shape, generator=rng, dtype=x.dtype)
+    assert (soft_at(x, c, P) - soft_at(y, c, P)).norm() <= s.l_Q1 * (x - y).norm() + 1e-12
+
+    def jacobian(v):  # diagonal (n,)
+        return (soft_at(v + 1e-6, c, P) - soft_at(v - 1e-6, c, P)) / 2e-6
+
+    assert (jacobian(x) - jacobian(y)).norm() <= s.L_Q1 * (x - y).norm() + 1e-6
+    assert jacobian(x).abs().max() <= s.G_Q1 + 1e-6
+    assert jacobian(x).norm() <= soft_constants(P, span(c), [len(x)], frobenius=True).G_Q1 + 1e-6
+
+
+@settings(max_examples=60, deadline=None)
+@given(seeds)
+def test_constants_in_c_bound_finite_differences(seed):
+    P, c, x, rng = drawn(seed)
+    d = (c + 0.3 * torch.randn(c.shape, generator=rng, dtype=c.dtype)).sort().values
+    s = soft_constants(P, max(span(c), span(d)), [len(x)])
+    assert (soft_at(x, c, P) - soft_at(x, d, P)).norm() <= s.l_Q2 * (c - d).norm() + 1e-12
+
+    def jacobian(e):  # (n, m)
+        moves = 1e-6 * torch.eye(len(e), dtype=e.dtype)
+        return torch.stack([(soft_at(x, e + v, P) - soft_at(x, e - v, P)) / 2e-6 for v in moves], 1)
+
+    change = jacobian(c) - jacobian(d)
+    assert torch.linalg.matrix_norm(change) <= s.L_Q2 * (c - d).norm() + 1e-6  # Frobenius, hence spectral
+    assert torch.linalg.matrix_norm(jacobian(c)) <= s.G_Q2 + 1e-6
+
+
+@pytest.mark.parametrize("P", [0.5, 3.0, 40.0])
+def test_constants_in_x_are_reached_with_two_centers(P):
+    """No smaller ones would do: at the midpoint and where the sigmoid bends most."""
+    c = torch.tensor([-0.4, 0.9], dtype=torch.float64)
+    x = torch.linspace(-4, 5, 200_001, dtype=torch.float64).requires_grad_()
+    (slope,) = torch.autograd.grad(soft_at(x, c, P).sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), x)
+    s = soft_constants(P, 1.3, [1])
+    assert float(slope.detach().max()) == pytest.approx(s.l_Q1, rel=1e-4)
+    assert float(bend.abs().max()) == pytest.approx(s.L_Q1, rel=1e-4)
+
+
+def test_layers_and_free_coordinates():
+    """Layers do not meet: the largest counts. A coordinate that is not quantized has slope 1."""
+    one, both = soft_constants(2.0, 1.0, [90]), soft_constants(2.0, 1.0, [90, 10], free=5)
+    assert (one.l_Q2, one.L_Q2) == (both.l_Q2, both.L_Q2)
+    assert (one.l_Q1, both.l_Q1) == (0.5, 1.0)
+    frobenius = soft_constants(2.0, 1.0, [90, 10], free=5, frobenius=True)
+    norms = [frobenius.G_Q1, frobenius.G_Q2]
+    assert norms == pytest.approx([math.sqrt(100 * 0.25 + 5), math.sqrt(100) * 1.5])
+
+
+# --- losses ---
+
+
+def regression(classes: int, mu: float, seed: int = 0):
+    """(inputs (N, p), gradient of the regularized mean cross entropy in [W, b])."""
+    rng = torch.Generator().manual_seed(seed)
+    a = torch.randn(30, 4, generator=rng, dtype=torch.float64) * torch.tensor([3.0, 1.0, 0.3, 0.1])
+    labels = torch.randint(0, max(classes, 2), (30,), generator=rng)
+
+    def gradient(x):
+        x = x.detach().requires_grad_()
+        W, b = x[: 4 * classes].view(classes, 4), x[4 * classes :]
+        out = a @ W.T + b
+        loss = (
+            F.cross_entropy(out, labels)
+            if classes > 1
+            else F.binary_cross_entropy_with_logits(out[:, 0], labels.double())
+        )
+        (g,) = torch.autograd.grad(loss + mu / 2 * x @ x, x)
+        return g
+
+    return a, gradient
+
+
+@pytest.mark.parametrize(("kind", "classes"), [("softmax", 2), ("softmax", 5), ("logistic", 1)])
+@pytest.mark.parametrize("mu", [0.0, 0.3])
+def test_regression_constants_bound_curvature_and_gradient(kind, classes, mu):
+    a, gradient = regression(classes, mu)
+    found = regression_constants(a, kind, mu, bound=0.7, classes=classes)
+    rng = torch.Generator().manual_seed(1)
+    for scale in (0.0, 0.1, 1.0, 10.0):
+        x = scale * torch.randn(5 * classes, generator=rng, dtype=torch.float64)
+        x[: 4 * classes] = x[: 4 * classes].clamp(-0.7, 0.7)
+        assert curvature(gradient, x, rng) <= found.L * (1 + 1e-6)
+        assert gradient(x)[: 4 * classes].norm() <= found.G
+        y = x + torch.randn(x.shape, generator=rng, dtype=x.dtype)
+        assert (gradient(x) - gradient(y)).norm() <= found.L * (x - y).norm()
+    if classes <= 2:  # reached where all classes are equally likely
+        at_zero = curvature(gradient, torch.zeros(5 * classes, dtype=torch.float64), rng, 200)
+        assert at_zero == pytest.approx(found.L, rel=1e-4)
+
+
+def test_power_iteration_finds_the_largest_curvature():
+    values = torch.tensor([-9.0, 1.0, 5.0], dtype=torch.float64)
+    found = curvature(lambda x: values * x, torch.zeros(3, dtype=torch.float64), torch.Generator().manual_seed(0), 60)
+    assert found == pytest.approx(9.0, rel=1e-6)
+    estimate = estimate_constants(lambda x: values * x, [torch.ones(3, dtype=torch.float64)], safety=3.0)
+    both = [estimate.L, estimate.G]
+    assert both == pytest.approx([27.0, 3 * float(values.norm())], rel=1e-3)
+    with pytest.raises(UserError, match="at least one"):
+        estimate_constants(lambda x: x, [])
+
+
+# --- step sizes ---
+
+QUANTIZER = Quantizer(lam=Schedule(0.02), mode="soft", P=3.0)
+LOSS = LossConstants(0.7, 4.0)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seeds)
+def test_steps_come_from_constants_that_bound_the_change_of_gradients(seed):
+    """L_x and L_c of softmax regression against differences of the very gradients that the algorithms use."""
+    problem = build(ProblemConfig(P=3.0, lam=0.02, mu=0.1, center_bound=0.8, samples=20, features=4, bits=2))
+    steps = theorem1_steps(problem.constants, problem.quantizer(), problem.sizes, problem.span, problem.free)
+    assert (steps.eta1, steps.eta2) == (1 / (2 * steps.L_x), 1 / (2 * steps.L_c))
+    q, f, clock = replace(problem.quantizer(), eta2=Schedule(1.0)), problem.losses[0], Clock(0, 1, 1)
+    rng = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(problem.x.shape, generator=rng, dtype=torch.float64) for _ in range(2))
+    y = x + 0.1 * (y - x)
+    slots = tuple(problem.layout[name] for name in problem.plan)
+    c, d = (
+        Codebook(slots, ((1.6 * torch.rand(4, generator=rng, dtype=torch.float64) - 0.8).sort().values,))
+        for _ in range(2)
+    )
+    in_x = [q.add_weight_gradient(f(v), f, v, c, NO_BATCH) for v in (x, y)]
+    assert (in_x[0] - in_x[1]).norm() <= steps.L_x * (x - y).norm()
+    in_c = [q.center_gradient(f, x, book, book.assign(x), NO_BATCH, clock)[0] for book in (c, d)]
+    assert (in_c[0] - in_c[1]).norm() <= steps.L_c * (c.centers[0] - d.centers[0]).norm()
+
+
+def test_theorem2_steps():
+    s = theorem2_steps(LOSS, QUANTIZER, [32], 1.6, 4, lambda_p=0.5, T=100, tau=10)
+    first = theorem1_steps(LOSS, QUANTIZER, [32], 1.6, 4)
+    assert (s.L_x, s.L_c, s.eta2) == (first.L_x, first.L_c, first.eta2)
+    assert s.eta1 == 1 / (2 * (2 * 0.5 + s.L_x))
+    assert s.eta3 == 1 / (4 * 0.5 * 10)
+    larger = theorem2_steps(LOSS, QUANTIZER, [32], 1.6, 4, lambda_p=0.5, T=100, tau=10, frobenius=True)
+    assert larger.L_x > s.L_x
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mode": "hard"}, "hard"),
+        ({"P": None}, "sharpness"),
+        ({"P": math.inf}, "infinity"),
+        ({"rule": "first_order"}, "proximal map"),
+        ({"rule": "paper"}, "proximal map"),
+        ({"lam": Travel(1.0)}, "one constant"),
+        ({"lam": Schedule(growth=1.0)}, "one constant"),
+        ({"lam_c": Schedule(1.0)}, "one constant"),
+        ({"gradient": "mean"}, "center step"),
+        ({"carry": True}, "center step"),
+    ],
+)
+def test_quantizers_outside_the_theorems_are_refused(change, reason):
+    with pytest.raises(UserError, match=reason):
+        theorem1_steps(LOSS, replace(QUANTIZER, **change), [32], 1.6)
+    with pytest.raises(UserError, match=reason):
+        theorem2_steps(LOSS, replace(QUANTIZER, **change), [32], 1.6, lambda_p=1.0, T=100, tau=2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "width", "reason"),
+    [
+        (LossConstants(0.7, 4.0, lower=-math.inf), 1.6, "A.1"),
+        (LossConstants(math.inf, 4.0), 1.6, "A.2"),
+        (LossConstants(0.7, math.inf), 1.6, "A.3"),
+        (regression_constants(torch.ones(3, 2), "softmax", mu=0.1), 1.6, "A.3"),  # weight decay, centers anywhere
+        (LOSS, math.inf, "bounded set"),
+    ],
+)
+def test_losses_outside_the_theorems_are_refused(loss, width, reason):
+    with pytest.raises(UserError, match=reason):
+        theorem1_steps(loss, QUANTIZER, [32], width)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tau": 11}, "sqrt"),
+        ({"tau": 0}, "tau"),
+        ({"lambda_p": 0.0}, "lambda_p"),
+        ({"lambda_p": 1e-5}, "eta3 too large"),
+    ],
+)
+def test_federations_outside_theorem_2_are_refused(change, reason):
+    with pytest.raises(UserError, match=reason):
+        theorem2_steps(LOSS, QUANTIZER, [32], 1.6, **{"lambda_p": 1.0, "T": 100, "tau": 10} | change)
+
+
+# --- bounds ---
+
+
+@settings(max_examples=100, deadline=None)
+@given(*[st.floats(0.01, 100.0)] * 5, st.integers(1, 8), st.integers(64, 10**6))
+def test_theorem2_bound_is_what_the_proof_ends_with(L_x, L_c, p, kappa, decrease, tau, T):
+    """36 L^2/L_min [(eta3 + 2 p eta3^2)(36 p^2 tau^2 eta3^2 kappa + 3 kappa) + (1/2 + eta3 p + 2 p^2 eta3^2) p gamma +
+    Delta_F/T] + 2 p^2 gamma with gamma = 6 tau^2 eta3^2 kappa and L_min = eta3/2; the sharper one never exceeds it."""
+    eta3 = 1 / (4 * p * math.sqrt(T))
+    s = Steps(L_x, L_c, p, eta3, tau)
+    gamma, L = 6 * tau**2 * eta3**2 * kappa, max(1.0, L_c, 5 / 3 * p + L_x)
+    inner = (eta3 + 2 * p * eta3**2) * (6 * p**2 * gamma + 3 * kappa)
+    inner += (0.5 + eta3 * p + 2 * p**2 * eta3**2) * p * gamma + decrease / T
+    expected = 36 * L**2 / (eta3 / 2) * inner + 2 * p**2 * gamma
+    assert theorem2_bound(s, T, decrease, kappa) == pytest.approx(expected, rel=1e-9)
+    if eta3 / 2 <= min(2 * p + L_x, L_c):
+        assert theorem2_sharp(s, T, decrease, kappa) <= expected * (1 + 1e-9)
+
+
+def test_the_sharper_floor_tends_to_kappa():
+    p, T = 0.5, 10**14
+    s = Steps(7.0, 200.0, p, 1 / (4 * p * math.sqrt(T)), 4)
+    assert theorem2_sharp(s, T, 1.0, 2.5) == pytest.approx(2.5, rel=1e-5)
+
+
+def test_theorem1_bounds():
+    s = Steps(2.0, 8.0)
+    assert theorem1_bound(s, 10, 0.5) == 18 * 64 / 2 * 0.5 / 10
+    assert theorem1_sharp(s, 10, 0.5) == 18 * 8 * 0.5 / 10
+
+
+# --- runs ---
+
+SOFTMAX = ProblemConfig(P=3.0, lam=0.3, mu=0.1, center_bound=0.8, samples=60, features=4)
+TANH = SOFTMAX.model_copy(update={"hidden": (4,), "points": 3})
+
+
+@pytest.mark.parametrize("config", [SOFTMAX, TANH], ids=["softmax", "tanh"])
+def test_algorithm_1_with_the_theorems_steps_decreases_and_stays_below_the_bound(config):
+    m = run_theorem1(build(config), 300, "exact")
+    row = theorem1_row(m, config.center_bound)
+    assert row["increases"] == row["insufficient"] == 0
+    assert row["constants_hold"]
+    assert 0 < row["of_bound"] <= row["of_sharp"] <= 1
+    assert m.objective[-1] < m.objective[0] - 0.1
+
+
+@pytest.mark.parametrize(("rule", "lam", "rises"), [("first_order", 0.3, 1), ("paper", 0.12, 30)])
+def test_the_first_order_step_and_the_printed_sign_break_the_decrease(rule, lam, rises):
+    m = run_theorem1(build(SOFTMAX.model_copy(update={"lam": lam})), 300, rule)
+    assert (m.increases > 0).sum() >= rises
+    assert (m.missing > 0).sum() >= (m.increases > 0).sum()
+
+
+def test_theorem_2_holds_and_kappa_grows_with_heterogeneity():
+    config = SOFTMAX.model_copy(update={"samples": 20, "classes": 5, "lam": 0.02})
+    found = []
+    for share in (0.0, 0.5, 1.0):
+        m = run_theorem2(build(config, [share] * 3), 64, 4, 0.5)
+        kappa, fallen = float(m.kappa.max(0).mean()), m.objective[0] - m.objective[-1]
+        assert m.average[-1] <= theorem2_sharp(m.steps, 64, fallen, kappa) <= theorem2_bound(m.steps, 64, fallen, kappa)
+        assert m.slope_x <= m.steps.L_x
+        assert m.slope_c <= m.steps.L_c
+        found.append(kappa)
+    assert found[0] < 1e-25  # the same data: the same models
+    assert found[0] < found[1] < found[2]
+
+
+def test_clients_share_what_is_not_their_own():
+    config = SOFTMAX.model_copy(update={"classes": 3})
+    a, b = (loss.batches[0] for loss in build(config, [0.25, 0.25]).losses)
+    assert torch.equal(a[0][:45], b[0][:45])
+    assert set(a[1][45:].tolist()) == {0}
+    assert set(b[1][45:].tolist()) == {1}
+    with pytest.raises(UserError, match="no class of its own"):
+        build(config, [0.5] * 4)
+
+
+# --- the command ---
+
+TINY = """
+theorem = {theorem}
+steps = {steps}
+{more}
+P = 3.0
+lam = 0.1
+mu = 0.1
+center_bound = 0.8
+samples = 20
+features = 3
+"""
+
+
+def qupel(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "qupel", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_writes_table_numbers_and_pictures(tmp_path):
+    config = tmp_path / "t.toml"
+    config.write_text(TINY.format(theorem=1, steps=20, more="[problems.softmax]"))
+    done = qupel("theory", config, "--out", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {f"theorem.{s}" for s in ("json", "md", "png", "svg")}
+    told = json.loads((tmp_path / "out" / "theorem.json").read_text())
+    assert [r["rule"] for r in told["rows"]] == ["exact", "first_order", "paper"]
+    assert told["rows"][0]["increases"] == 0
+    assert (tmp_path / "out" / "theorem.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_study_of_theorem_2(tmp_path):
+    config = tmp_path / "t.toml"
+    config.write_text(
+        TINY.format(
+            theorem=2, steps="[4, 16]", more="lambda_p = 0.5\ntau = 2\nclients = 2\nshares = [0.0, 1.0]\n[problem]"
+        )
+    )
+    head, body = study(load(config), tmp_path / "out")
+    assert len(body) == 2
+    assert len(body[0]) == len(head)
+    assert (tmp_path / "out" / "theorem.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("theorem = 3", "allowed are 1 and 2"),
+        (TINY.format(theorem=1, steps=20, more="[problems.a]") + "speed = 1", "unknown key 'speed'"),
+        (TINY.format(theorem=1, steps=20, more="[problems.a]").replace("P = 3.0", "P = inf"), "P"),
+        (TINY.format(theorem=2, steps="[4, 8]", more="lambda_p = 0.5\ntau = 4\n[problem]"), "sqrt"),
+    ],
+)
+def test_what_the_command_refuses(tmp_path, text, message):
+    config = tmp_path / "t.toml"
+    config.write_text(text)
+    with pytest.raises(UserError, match=message):
+        study(load(config), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_theorem_1_as_published(tmp_path):
+    """10,000 steps: F never rises, the average of |G|^2 is below the bound at every T and falls like 1/T."""
+    study(load(EXPERIMENTS / "theory1.toml"), tmp_path)
+    for row in json.loads((tmp_path / "theorem.json").read_text())["rows"]:
+        if row["rule"] == "exact":
+            assert (row["increases"], row["insufficient"], row["constants_hold"]) == (0, 0, True)
+            assert row["of_bound"] <= row["of_sharp"] <= 1
+            assert row["slope"] <= -0.995
+        else:
+            assert row["increases"] > 0
+
+
+@pytest.mark.slow
+def test_theorem_2_as_published(tmp_path):
+    study(load(EXPERIMENTS / "theory2.toml"), tmp_path)
+    rows = json.loads((tmp_path / "theorem.json").read_text())["rows"]
+    for row in rows:
+        assert row["constants_hold"]
+        assert all(a <= s <= b for a, s, b in zip(row["average"], row["sharp"], row["bound"], strict=True))
+        assert row["slope"] <= -0.5
+    assert all(a["floor"] < b["floor"] and a["kappa"][-1] < b["kappa"][-1] for a, b in pairwise(rows))
+    assert np.log(rows[-1]["floor"] / rows[-1]["kappa"][-1]) < np.log(10)
