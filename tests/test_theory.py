@@ -113,7 +113,7 @@ def test_layers_and_free_coordinates():
     assert (one.l_Q1, both.l_Q1) == (0.5, 1.0)
     frobenius = soft_constants(2.0, 1.0, [90, 10], free=5, frobenius=True)
     norms = [frobenius.G_Q1, frobenius.G_Q2]
-    assert norms == pytest.approx([math.sqrt(100 * 0.25 + 5), math.sqrt(100) * 1.5])
+    assert norms == pytest.approx([math.sqrt(100 * 0.25 + 5), math.sqrt(100 * 1.25)])
 
 
 # --- losses ---

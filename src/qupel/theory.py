@@ -49,18 +49,18 @@ def soft_constants(
     """For quantized layers of these sizes whose centers lie within `span` of one another, and `free` other coordinates.
 
     One weight, with b = P span / 4 and h = P/4 + P^2 span / (12 sqrt 3):
-        0 < dQ~/dx <= b     |d2Q~/dx2| <= P^2 span / (6 sqrt 3)     |dQ~/dc| <= 1 + b     |d2Q~/dc2| <= h
-    The Jacobian in x is diagonal, 1 at coordinates that are not quantized; that in c has a row a weight, which gives
-    sqrt(n) for a layer of n weights, and layers do not meet. G is the spectral norm, all that the proof needs
-    (|A u| <= |A| |u|); `frobenius` gives the paper's.
+        0 < dQ~/dx <= b     |d2Q~/dx2| <= P^2 span / (6 sqrt 3)     |dQ~/dc|^2 <= 1 + b^2     |d2Q~/dc2| <= h
+    (dQ~/dc = p - q with p, q >= 0, where p adds up to 1 and |q| <= dQ~/dx). The Jacobian in x is diagonal, 1 where a
+    coordinate is not quantized; that in c has a row a weight, which gives sqrt(n) for a layer of n weights, and layers
+    do not meet. G is the spectral norm, all that the proof needs (|A u| <= |A| |u|); `frobenius` gives the paper's.
     """
     b = P * span / 4
     h = P / 4 + P**2 * span / (12 * math.sqrt(3))
     n = max(sizes)
-    l_Q1, l_Q2 = max(b, 1.0) if free else b, math.sqrt(n) * (1 + b)
+    l_Q1, l_Q2 = max(b, 1.0) if free else b, math.sqrt(n * (1 + b**2))
     G_Q1, G_Q2 = l_Q1, l_Q2
     if frobenius:
-        G_Q1, G_Q2 = math.sqrt(sum(sizes) * b**2 + free), math.sqrt(sum(sizes)) * (1 + b)
+        G_Q1, G_Q2 = math.sqrt(sum(sizes) * b**2 + free), math.sqrt(sum(sizes) * (1 + b**2))
     return SoftConstants(l_Q1, P**2 * span / (6 * math.sqrt(3)), G_Q1, l_Q2, math.sqrt(n) * h, G_Q2)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -35,7 +36,11 @@ def theory(
             head, body = study(settings, folder, lambda name, n: bar.update(task, advance=n, description=name[:40]))
     finally:
         torch.set_num_threads(threads)
-    table = Table(*head, box=None, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    for k, name in enumerate(head):
+        table.add_column(
+            name if name.startswith("T =") else name.replace(" ", "\n"), justify="right" if k else "left", no_wrap=True
+        )
     for cells in body:
         table.add_row(*cells)
     out.print(table)
