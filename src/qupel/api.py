@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -86,6 +86,7 @@ def fit(
     sample: float = 1.0,
     weighted: bool = False,
     evaluate_every: int = 10,
+    diagnostics: Literal["off", "cheap", "full"] = "off",
     workers: int = 1,
     out: str | Path | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
@@ -97,6 +98,7 @@ def fit(
     method:   a recipe (`qupel methods`), or phases of your own.
     bits:     for all clients or one entry each: 1 to 8, 32 for full precision, or a table layer -> bits.
     loss:     (outputs, targets) -> mean loss; cross entropy for int targets and mean squared error for float ones.
+    diagnostics: measure what the theorems speak of at every evaluation (docs/theory.md).
     workers:  more than 1: that many processes; model and loss must then be importable (not defined in a notebook).
     out:      a folder for checkpoints: a fit that is killed goes on from there when called again.
     """
@@ -124,6 +126,7 @@ def fit(
         evaluate_every=evaluate_every,
         transform=Transform.of(data),
         names=[p.name or f"client {i}" for i, p in enumerate(people)],
+        diagnostics=diagnostics,
     )
     job = job.with_phases(_phases(method, settings or Settings(), rounds, job))
     check_trainable(job)

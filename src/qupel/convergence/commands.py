@@ -28,12 +28,20 @@ def theory(
     settings = load(config)
     folder = folder or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()]
+    begun: list[str] = []
+
+    def tell(name: str, steps: int) -> None:
+        bar.update(task, advance=steps, description=name[:40])
+        if not out.is_terminal and name not in begun:
+            begun.append(name)
+            out.print(name, highlight=False)
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the problems are tiny
     try:
         with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
             task = bar.add_task("starting", total=total_steps(settings))
-            head, body = study(settings, folder, lambda name, n: bar.update(task, advance=n, description=name[:40]))
+            head, body = study(settings, folder, tell)
     finally:
         torch.set_num_threads(threads)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False)

@@ -47,6 +47,8 @@ def study(
 
 
 def _teller(watch: Watch, name: str) -> Callable[[int], None]:
+    watch(name, 0)
+
     def tell(t: int) -> None:
         if t % _BATCH == 0:
             watch(name, _BATCH)
