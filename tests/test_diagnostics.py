@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from qupel import cli
 from qupel.algorithms import FedAvg, Local, Phase, Quantizer, QuPeL, State
 from qupel.codebook import plan_bits
-from qupel.diagnostics import NO_BATCH, ClientLoss, decrease, gradients, lambda_p, objective
+from qupel.diagnostics import NO_BATCH, ClientLoss, decrease, gradients, lambda_p, objective, sketch, spread
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.engine.workers import Pool, Workers
@@ -117,6 +117,20 @@ def test_travel_is_the_sum_of_the_steps(lam):
     moved = sum(weight_pull(lam, eta1, Clock(t, 20, 5), c) / 2 for t in range(12))
     assert travelled(lam, eta1, clock, c) == pytest.approx(moved / half_gap(c))
     assert travelled(Travel(1.5), eta1, Clock(19, 20, 5), c) == pytest.approx(1.5)
+
+
+def test_a_sketch_keeps_the_spread_of_clients():
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 20_000, generator=rng, dtype=torch.float64) * torch.linspace(0, 2, 20_000)
+    exact = float((x - x.mean(0)).square().sum(1).mean())
+    short = [sketch(v) for v in x]
+    assert {len(s) for s in short} == {512}
+    assert spread(short) == pytest.approx(exact, rel=0.04)
+    few = x[:, :500]
+    assert spread([sketch(v) for v in few]) == pytest.approx(
+        float((few - few.mean(0)).square().sum(1).mean()), rel=1e-9
+    )
+    assert sketch(x[0] + 2 * x[1]) == pytest.approx([a + 2 * b for a, b in zip(short[0], short[1], strict=True)])
 
 
 # --- runs ---

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from qupel.theory import Steps, outside, theorem1_sharp, theorem2_sharp
 
 TOLERANCE = 1e-6  # of |F|, below which an increase is rounding: losses are computed in float32
 _REMEMBERED = 4
-_GRID = 2.0**40  # offsets are added as whole numbers of 2^-40, exactly, so that the order of clients does not matter
+SKETCH = 512
 
 # --- F and G ---
 
@@ -53,7 +54,7 @@ class ClientLoss:
             if torch.equal(point, x):
                 return gradient, value
         if self.seed is not None:
-            torch.default_generator.manual_seed(self.seed)
+            torch.manual_seed(self.seed)
         gradient, value = self.mu * x, self.mu / 2 * float(x @ x)
         for batch in self.batches:
             share = len(batch[1]) / self.samples
@@ -131,13 +132,7 @@ def lambda_p(method: Method, clock: Clock) -> float:
 # --- one client ---
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What one client tells. `offsets`: sum of x_i - w over the clients of its process, in units of 2^-40 (d,), told by
-    the last of them."""
-
-    numbers: Mapping[str, float]
-    offsets: Tensor | None = None
+Seen = dict[str, float | list[float]]  # what one client tells: numbers, and `sketch` for the spread of all of them
 
 
 class Probe:
@@ -145,16 +140,31 @@ class Probe:
 
     def __init__(self, method: Method, w: Tensor, clock: Clock) -> None:
         self.method, self.w, self.clock = method, w.double(), clock
-        self.offsets = torch.zeros(len(w), dtype=torch.int64)
 
-    def look(self, state: State, f: ClientLoss, last: bool) -> Seen:
-        x = state.x.double()
-        self.offsets += ((x - self.w) * _GRID).round().long()
-        numbers = {"offset": float((x - self.w).square().sum()), **nearness(self.method, state, self.clock)}
+    def look(self, state: State, f: ClientLoss) -> Seen:
+        told: Seen = {"sketch": sketch(state.x.double() - self.w), **nearness(self.method, state, self.clock)}
         if isinstance(self.method, Local | QuPeL) and self.method.eta1(self.clock.time) > 0:
             with suppress(Diverged):  # where the loss is not finite there is nothing to tell
-                numbers |= probe(self.method, state, self.w, f, self.clock)
-        return Seen(numbers, self.offsets if last else None)
+                told |= probe(self.method, state, self.w, f, self.clock)
+        return told
+
+
+def sketch(v: Tensor) -> list[float]:
+    """A linear map to at most 512 numbers that keeps |v|^2: v (d,) itself if it is so short, else its coordinates added
+    up with random signs in random places (count sketch). Then E |sketch|^2 = |v|^2, with a standard deviation of
+    sqrt(2/512) = 6 % that falls with the number of clients; the spread of clients needs no more of them."""
+    if len(v) <= SKETCH:
+        return v.tolist()
+    rng = np.random.default_rng(len(v))
+    place = torch.from_numpy(rng.integers(0, SKETCH, len(v)))
+    sign = torch.from_numpy(rng.choice([-1.0, 1.0], len(v)))
+    return torch.zeros(SKETCH, dtype=v.dtype).index_add_(0, place, sign * v.cpu()).tolist()
+
+
+def spread(sketches: Sequence[list[float]]) -> float:
+    """mean |x_i - mean x|^2."""
+    rows = np.array(sketches)  # (n, at most 512)
+    return float(((rows - rows.mean(0)) ** 2).sum(1).mean())
 
 
 def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:
@@ -205,9 +215,15 @@ def decrease(method: Local | QuPeL, s: State, after: State, clock: Clock) -> flo
 # --- all clients ---
 
 
-def drift(uploads: Sequence[Tensor], w: Tensor) -> float:
-    """Root mean square of |w_i - w| where the clients' copies of w meet again."""
-    return math.sqrt(sum(float((u.double() - w).square().sum()) for u in uploads) / len(uploads))
+def apart(u: Tensor, w: Tensor) -> float:
+    return float((u.double() - w).square().sum())
+
+
+def drift(moved: Sequence[tuple[float, float]], w: Tensor, new: Tensor) -> float:
+    """Root mean square of |w_i - mean w_i| where the clients' copies of w meet again: of (share, |w_i - w|^2) for each
+    of them, w before and after."""
+    total = sum(share for share, _ in moved)
+    return math.sqrt(max(sum(share * square for share, square in moved) / total - apart(new, w), 0.0))
 
 
 def summary(
@@ -222,9 +238,11 @@ def summary(
     """What a line of metrics tells under `diagnostics`. `before`: the same of the phase's earlier lines."""
     told: dict[str, Any] = {"mode": mode, "step": clock.step + 1}
 
+    def values(name: str) -> list[float]:
+        return [v for s in seen if isinstance(v := s.get(name), float)]
+
     def mean(name: str) -> float | None:
-        values = [s.numbers[name] for s in seen if name in s.numbers]
-        return sum(values) / len(values) if values else None
+        return sum(values(name)) / len(values(name)) if values(name) else None
 
     squares = {name: v for name in ("G_x", "G_c", "G_w") if (v := mean(name)) is not None}
     told |= {name: math.sqrt(v) for name, v in squares.items()}
@@ -233,19 +251,15 @@ def summary(
         told["G2_average"] = (told["G2"] + sum(b["G2"] for b in before if "G2" in b)) / (
             1 + sum("G2" in b for b in before)
         )
-        excess = [s.numbers["excess"] for s in seen if "excess" in s.numbers]
-        told |= {
-            "objective": mean("objective"),
-            "violations": sum(e > 0 for e in excess) / len(excess),
-            "excess": max(excess),
-        }
+        missed = values("excess")
+        told |= {"objective": mean("objective"), "violations": sum(e > 0 for e in missed) / len(missed)}
+        told["excess"] = max(missed)
     told |= {name: v for name in ("distance", "travel") if (v := mean(name)) is not None}
     if drift is not None:
         told["drift"] = drift
-    middle = sum((s.offsets for s in seen if s.offsets is not None), torch.zeros((), dtype=torch.int64))
-    to_mean = float((middle.double() / _GRID / len(seen)).square().sum())
-    spread = max((mean("offset") or 0.0) - to_mean, 0.0)  # mean |x_i - mean x|^2
-    told |= {"spread": math.sqrt(spread), "kappa": lambda_p(method, clock) ** 2 * spread}
+    if sketches := [row for s in seen if isinstance(row := s.get("sketch"), list)]:
+        found = spread(sketches)
+        told |= {"spread": math.sqrt(found), "kappa": lambda_p(method, clock) ** 2 * found}
     if (known := bound(method, clock, tau, told, before)) is not None:
         told["G2_bound"] = known
     return {k: v if isinstance(v, str | int) else float(f"{v:.9g}") for k, v in told.items() if v is not None}

@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-out = Console()
+from qupel.terminal import number_table, out
 
 
 def theory(
@@ -44,12 +41,5 @@ def theory(
             head, body = study(settings, folder, tell)
     finally:
         torch.set_num_threads(threads)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
-    for k, name in enumerate(head):
-        table.add_column(
-            name if name.startswith("T =") else name.replace(" ", "\n"), justify="right" if k else "left", no_wrap=True
-        )
-    for cells in body:
-        table.add_row(*cells)
-    out.print(table)
+    out.print(number_table(head, body))
     out.print(f"[dim]everything is in {folder}: theorem.md, theorem.json, theorem.png, theorem.svg[/dim]")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qupel.report.figures import COLORS
+from qupel.report.charts import LIGHT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ def theorem1_picture(rows: Sequence[Row], path: Path) -> None:
     for (left, right), problem in zip(panels, problems, strict=True):
         mine = [row for row in rows if row["problem"] == problem]
         least = min(min(row["curve"]["objective"]) for row in mine)
-        for row, color in zip(mine, COLORS, strict=False):
+        for row, color in zip(mine, LIGHT, strict=False):
             curve, label = row["curve"], _RULES[row["rule"]]
             left.loglog(curve["T"], curve["average"], color=color, label=label, linewidth=1.8)
             above = [max(value - least, 1e-14) for value in curve["objective"]]
@@ -48,7 +48,7 @@ def theorem2_picture(rows: Sequence[Row], path: Path) -> None:
 
     figure = Figure(figsize=(9.5, 4.2), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
-    for row, color in zip(rows, COLORS, strict=False):
+    for row, color in zip(rows, LIGHT, strict=False):
         label = f"{100 * row['share']:.0f} % of one own class"
         left.loglog(row["T"], row["average"], "o-", color=color, label=label, linewidth=1.8, markersize=4)
         left.loglog(row["T"], row["bound"], "--", color=color, linewidth=0.9)
