@@ -35,7 +35,7 @@ def theorem1_picture(rows: Sequence[Row], path: Path) -> None:
                 left.loglog(curve["T"], curve["bound"], color="black", linestyle="--", label="Theorem 1")
                 left.loglog(curve["T"], curve["sharp"], color="black", linestyle=":", label="sharper, same proof")
         left.set(xlabel="T", title=f"{problem}: average of |G|² over T steps")
-        right.set(xlabel="step", title=f"{problem}: F − {least:.4f}")
+        right.set(xlabel="step", ylim=(1e-7, None), title=f"{problem}: F − {least:.4f}")
         for axes in (left, right):
             _finish(axes)
     _save(figure, path)

@@ -129,9 +129,9 @@ def theorem1_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
             f"{r['F_end']:.4f}",
             str(r["increases"]),
             "-" if r["first_increase"] is None else str(r["first_increase"]),
-            f"{r['largest_increase']:.1e}" if r["increases"] else "-",
+            f"{r['largest_increase']:.0e}" if r["increases"] else "-",
             str(r["insufficient"]),
-            *(f"{r[key]:.1e}" if r["rule"] == "exact" else "-" for key in ("of_bound", "of_sharp")),
+            *(f"{r[key]:.0e}" if r["rule"] == "exact" else "-" for key in ("of_bound", "of_sharp")),
             f"{r['slope']:.4f}",
             "yes" if r["constants_hold"] else "no",
         ]
@@ -199,7 +199,7 @@ def theorem2_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
             f"{r['kappa'][-1]:.3g}",
             f"{r['floor']:.3g}",
             "-" if r["slope"] is None else f"{r['slope']:.2f}",
-            *(f"{max(a / b for a, b in zip(r['average'], r[key], strict=True)):.1e}" for key in ("bound", "sharp")),
+            *(f"{max(a / b for a, b in zip(r['average'], r[key], strict=True)):.0e}" for key in ("bound", "sharp")),
             "yes" if r["constants_hold"] else "no",
         ]
         for r in rows
