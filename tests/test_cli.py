@@ -135,7 +135,7 @@ def test_a_narrow_terminal_breaks_no_table(qupel, tmp_path, monkeypatch):
     table = out.split("mean ± std")[1].splitlines()
     assert max(map(len, table)) <= 80
     assert "…" not in out
-    assert sum("±" in line and "kB" in line for line in table) == 3
+    assert sum("kB" in line for line in table) == 3
 
 
 # --- what the user can mend ---
