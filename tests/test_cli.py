@@ -188,6 +188,13 @@ def test_a_config_that_is_none(qupel, tmp_path):
     refused(qupel("run", "bad.toml", "--out", "r", "--engine", "ranks"), tmp_path, "not TOML")
 
 
+def test_a_rank_that_cannot_know_where_to_go_says_so(qupel, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    refused(qupel("run", "c.toml", "--out", "r"), tmp_path, "rank 0 of 2 cannot meet the others", "MASTER_ADDR")
+
+
 def npz(path, *, inputs=None, targets=None):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(60, 4)).astype(np.float32) if inputs is None else inputs
