@@ -3,10 +3,11 @@
 1. A federated round of the 5-layer CNN against its bare forward+backward passes on the same core (FedAvg: one pass a
    step; QuPeL at 2 bits: two).
 2. Two workers against one single-threaded worker, and against one process with two threads.
-3. Memory a client: resident memory at 10, 100 and 1,000 clients, with states in memory and on disk, against the size
+3. Two ranks of torch.distributed against two workers, on a model that computes much and on one that sends much.
+4. Memory a client: resident memory at 10, 100 and 1,000 clients, with states in memory and on disk, against the size
    of a state.
 
-    python benchmarks/engine.py [--repeats 5] [--only rounds|workers|memory]
+    python benchmarks/engine.py [--repeats 5] [--only rounds|workers|ranks|memory]
 """
 
 import argparse
@@ -14,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -21,10 +23,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from qupel import models
+from qupel import config, experiment, models
 from qupel.algorithms import FedAvg, Phase, QuPeL
 from qupel.codebook import plan_bits
 from qupel.data import partition, sources
+from qupel.engine import group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import one_round
@@ -101,6 +104,32 @@ def workers_against_threads(repeats: int) -> None:
     )
 
 
+def ranks_against_workers(repeats: int) -> None:
+    rng = np.random.default_rng(0)
+    inputs, targets = rng.random((CLIENTS * BATCH, 3, 32, 32), np.float32), rng.integers(0, 10, CLIENTS * BATCH)
+    arrays = {"train_inputs": inputs, "train_targets": targets, "test_inputs": inputs, "test_targets": targets}
+    with tempfile.TemporaryDirectory() as folder, Pool(2) as pool, group.start(2) as ranks:
+        np.savez(f"{folder}/data.npz", **arrays)
+        for model in ("cnn5", "mlp"):
+            settings = {"data": {"name": f"{folder}/data.npz"}, "split": {"kind": "iid", "clients": CLIENTS}}
+            settings |= {"model": {"name": model}, "rounds": 1000, "local_steps": STEPS, "batch": BATCH}
+            settings |= {"methods": {"FedAvg": {"recipe": "fedavg"}}}
+            cfg, cell = config.validate(settings, "benchmark"), experiment.Cell("FedAvg", 0)
+            job = experiment.build_job(cfg, cell)
+            w = Layout.of(job.module).flatten(job.module)
+            took: dict[str, list[float]] = {"workers": [], "ranks": []}
+            with experiment.engine_for(cfg, cell, job, ranks, 2, Path(folder)) as engine:
+                engines = {"workers": Workers(pool, job), "ranks": engine}
+                for k in range(repeats + 1):
+                    for name in took:
+                        start = time.perf_counter()
+                        one_round(job, engines[name], k, w)
+                        if k:
+                            took[name].append(time.perf_counter() - start)
+            a, b = (statistics.median(took[name]) for name in ("ranks", "workers"))
+            print(f"{model} ({len(w)} parameters): a round on two ranks {a / b:.2f} x one on two workers", flush=True)
+
+
 def memory_child(store: str, clients: int) -> None:
     """One round over all clients, then what this process holds, in bytes."""
     torch.set_num_threads(1)
@@ -131,7 +160,7 @@ def memory() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", choices=("rounds", "workers", "memory"))
+    parser.add_argument("--only", choices=("rounds", "workers", "ranks", "memory"))
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -141,6 +170,8 @@ def main() -> None:
         rounds_against_passes(options.repeats)
     if options.only in (None, "workers"):
         workers_against_threads(options.repeats)
+    if options.only in (None, "ranks"):
+        ranks_against_workers(options.repeats)
     if options.only in (None, "memory"):
         memory()
 

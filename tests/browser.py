@@ -85,6 +85,8 @@ class Browser:
         for kind in ("performance", "browser"):
             self.logs(kind)  # forget those of the page before
         self._post("/url", {"url": path.resolve().as_uri()})
+        # figures are drawn when their size is known, with the first frame
+        self.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def run(self, script: str, *arguments):
         """The value of a function body in the page."""

@@ -70,6 +70,8 @@ class _Questions(TorchFunctionMode):
             raise TypeError("can't convert cuda device type tensor to numpy")
         if func is torch.Tensor.cpu and first is not None:
             return self._moved(first, torch.device("cpu"))
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], torch.Tensor):  # as another tensor
+            return self._moved(first.to(args[1].dtype), CUDA if self.kept.has(args[1]) else torch.device("cpu"))
         if func is torch.Tensor.to and (target := _target(args[1:], kwargs)) is not None:
             return self._moved(first, target)
         if func is torch.Tensor.new_tensor and self.kept.has(first):

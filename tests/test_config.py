@@ -1,7 +1,9 @@
 """Configs: strict, explained in one line; presets are the paper's numbers."""
 
 import math
+import re
 from itertools import groupby
+from pathlib import Path
 
 import pytest
 
@@ -200,6 +202,15 @@ def test_a_config_that_is_sent_is_the_same_config(text):
     assert sent == config
     assert sent.model_fields_set == config.model_fields_set
     assert sent.methods["M"].model_fields_set == config.methods["M"].model_fields_set
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md"])
+def test_examples_in_the_docs_are_configs(page):
+    text = (Path(__file__).parents[1] / page).read_text()
+    examples = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    assert examples
+    for example in examples:
+        configs.parse(example, page)
 
 
 def test_either_recipe_or_phases():

@@ -19,7 +19,7 @@ from tiny import blobs, final_models, local, make_job, mlp, recipe, run_inline, 
 
 SOFT = Quantizer(mode="soft", init="kmeans", gradient="mean", carry=True)
 CASES = {
-    "recipe": lambda: make_job(recipe()),
+    "recipe": lambda: make_job(recipe(1, 2, 1)),
     "soft, first order": lambda: make_job([Phase(Local(quantizer=SOFT), 2), *local(1, optimizer=Adam())]),
     "competitors": lambda: make_job([Phase(ProxQuant(), 2), Phase(BinaryRelax(), 2), Phase(PostTraining(), 1)]),
     "BatchNorm": lambda: make_job(recipe(1, 1, 1), module=normed()),
@@ -47,7 +47,7 @@ def test_a_device_gives_the_bits_of_the_cpu(case):
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_a_run_on_a_device_is_resumed(tmp_path, store):
-    job = make_job(recipe())
+    job = make_job(recipe(2, 3, 1), sizes=(8, 8))
     finished, models = run_inline(job)
     with Pretend():
         moved = job.to(CUDA)

@@ -104,6 +104,7 @@ def local(text, folder):
     return w, files, rows, result["lines"]
 
 
+@pytest.mark.slow  # a minute, and a loaded machine can break a pipe to a client's worker
 def test_six_supernodes_end_with_the_reference_engines_bits(make, tmp_path):
     """Final w, every client's state and every client's model file; bits are known to the clients only."""
     text = bench.config(6, "digits_cnn").replace("evaluate_every = 2", "evaluate_every = 5")
@@ -120,7 +121,8 @@ def test_six_supernodes_end_with_the_reference_engines_bits(make, tmp_path):
         state = federation.client(i) / "state" / job_of(federation, "r") / "round-000004" / "rows.bin"
         assert state.read_bytes() == rows[i]
     told = [json.loads(text) for text in (target / "metrics.jsonl").read_text().splitlines()]
-    assert [{**line, "seconds": 0} for line in told] == [{**line, "seconds": 0} for line in lines]
+    same = {"seconds": 0, "weights": None}  # centers stay with their client
+    assert [{**line, **same} for line in told] == [{**line, **same} for line in lines]
     assert "nothing was running" not in qupel("down", federation.folder).stdout
     assert "nothing was running" in qupel("down", federation.folder).stdout
 

@@ -47,7 +47,7 @@ def told(folder):
 
 
 def same_lines(a, b):
-    drop = ("seconds",)
+    drop = ("seconds", "weights")  # centers stay with their client
     assert [{k: v for k, v in line.items() if k not in drop} for line in a] == [
         {k: v for k, v in line.items() if k not in drop} for line in b
     ]

@@ -258,6 +258,21 @@ def test_a_run_that_is_not_finished_says_so(tmp_path):
     shown = read_page(run)
     assert "4 of 9 cells are finished" in shown.text
     assert [s["label"] for s in shown.data["series"]] == ["QuPeL", "Local"]
+    buttons = [a["data-index"] for tag, a in shown.attributes if tag == "button" and "data-index" in a]
+    assert buttons == ["0", "1"]  # what is not there is not switched
+
+
+def test_colors_stay_while_a_run_goes_on(tmp_path):
+    run = write_run(tmp_path / "r", results(seeds=(0,)))
+    whole = {s.label: s.color for s in compared(run).series}
+    (run / "cells" / "000" / "result.json").unlink()
+    assert {s.label: s.color for s in compared(run).series} == {k: whole[k] for k in METHODS[1:]}
+
+
+def test_a_run_that_is_not_finished_says_so_in_its_settings(tmp_path):
+    run = write_run(tmp_path / "r", results(seeds=(0,)))
+    (run / "cells" / "002" / "result.json").unlink()
+    shown = read_page(run)
     assert "not finished" in shown.text  # in the settings
 
 

@@ -224,7 +224,7 @@ def _kmeans(x: Tensor, m: int) -> Tensor:
         moved = torch.searchsorted(values, boundaries(centers), right=True)  # (m-1,)
         moved = torch.cat([cuts[:1], moved, cuts[-1:]])
         if torch.equal(moved, cuts) or not _spread(total, moved) > _spread(total, cuts):
-            return centers.to(x).sort().values
+            return centers.to(x.dtype).sort().values.to(x.device)
         cuts = moved
 
 

@@ -112,6 +112,8 @@ class Group:
             if self.rank > 0:
                 self._settle(to)
         except RuntimeError:
+            if self.rank > 0:
+                os._exit(1)  # rank 0 is gone, and says why where it can
             raise self._lost(to, time.monotonic() - began > self.timeout / 2) from None
 
     def _post(self, to: int, what: dict[str, Any], vector: Tensor = NOTHING) -> None:
@@ -206,7 +208,7 @@ class Group:
             missing.discard(peer)
 
     def name(self, rank: int) -> str:
-        """ "rank 3", with its host where there are several."""
+        """What messages call a rank: its number, and its host if that is another."""
         host = self.hosts.get(rank, "")
         return f"rank {rank} on {host}" if host and host != socket.gethostname() else f"rank {rank}"
 
@@ -248,8 +250,7 @@ def joined(timeout: float = TIMEOUT) -> Iterator[Group | None]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield None
         return
-    rank = int(os.environ["RANK"])
-    if rank > 0:  # a stop is rank 0's business: it ends the round, saves, and sends the others home
+    if os.environ["RANK"] != "0":  # a stop is rank 0's business: it ends the round, saves, and sends the others home
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if STARTER in os.environ and os.getppid() != int(os.environ[STARTER]):
@@ -264,7 +265,8 @@ def joined(timeout: float = TIMEOUT) -> Iterator[Group | None]:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=patience)
     except (RuntimeError, ValueError) as e:
         port = os.environ.get("MASTER_PORT", "")
-        raise UserError(f"rank {rank} cannot meet the others at {place}:{port}: {str(e).splitlines()[0]}") from None
+        who = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+        raise UserError(f"{who} cannot meet the others at {place}:{port}: {str(e).splitlines()[0]}") from None
     with Group(rank, size, timeout) as group:
         yield group
 

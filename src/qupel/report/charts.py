@@ -52,10 +52,12 @@ class Comparison:
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
+    """The finished methods of these runs. Families and variants are those of all methods, finished or not, so that
+    colors stay while a run goes on."""
     alone = len(runs) == 1
     found: list[tuple[str, str, str, tuple[Result, ...]]] = []
     for run in runs:
-        for label in dict.fromkeys(r["label"] for r in run.results):
+        for label in run.config["methods"]:
             family, variant = place(label) if run.table else (label, "")
             family = family or label  # a label without a column
             if not alone:
@@ -64,7 +66,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
             found.append((run.name_of(label, alone), family, variant, cells))
     families = list(dict.fromkeys(f for _, f, _, _ in found))
     variants = list(dict.fromkeys(v for _, _, v, _ in found))
-    series = (Series(told, families.index(f), variants.index(v), results) for told, f, v, results in found)
+    series = (Series(told, families.index(f), variants.index(v), cells) for told, f, v, cells in found if cells)
     return Comparison(tuple(families), tuple(variants), tuple(series))
 
 

@@ -417,8 +417,9 @@
     [...choose.querySelectorAll("select")].forEach((s, k) =>
       s.addEventListener("change", () => { offer(choose, spec, k); drawWeights(host, spec); }));
   });
-  let width = 0;
-  new ResizeObserver(() => { // also fires once at the start
+  let width = document.body.clientWidth;
+  draw();
+  new ResizeObserver(() => {
     if (document.body.clientWidth === width) return;
     width = document.body.clientWidth;
     draw();

@@ -102,20 +102,20 @@ def _tables(tables: Sequence[Form], note: str) -> str:
 def switches(c: Comparison) -> str:
     """The legend of all figures: a button for each family, and for each variant."""
     rows = []
-    for kind, names in (("family", c.families), ("variant", c.variants)):
-        if len(names) < 2:
-            continue
+    families = {s.family: (f"var(--s{s.color})", s.family // len(charts.LIGHT)) for s in c.series}  # color, dashes
+    variants = {s.variant: ("currentColor", s.variant) for s in c.series}
+    for kind, names, looks in (("family", c.families, families), ("variant", c.variants, variants)):
         buttons = []
-        for k, name in enumerate(names):
-            first = next(s for s in c.series if (s.family if kind == "family" else s.variant) == k)
-            color = f"var(--s{first.color})" if kind == "family" else "currentColor"
-            dash = charts.DASHES[first.dash if kind == "variant" else k // len(charts.LIGHT) % len(charts.DASHES)]
-            path = f'<path d="M1 5H21" style="stroke: {color}; stroke-width: 3" stroke-dasharray="{dash}"/>'
+        for k, (color, dash) in sorted(looks.items()):
+            dashes = charts.DASHES[dash % len(charts.DASHES)]
+            style = f'style="stroke: {color}; stroke-width: 3" stroke-dasharray="{dashes}"'
             buttons.append(
                 f'<button type="button" aria-pressed="true" data-kind="{kind}" data-index="{k}">'
-                f'<svg width="22" height="10" aria-hidden="true">{path}</svg>{escape(name)}</button>'
+                f'<svg width="22" height="10" aria-hidden="true"><path d="M1 5H21" {style}/></svg>{escape(names[k])}'
+                "</button>"
             )
-        rows.append(f'<div role="group" aria-label="show or hide">{"".join(buttons)}</div>')
+        if len(buttons) > 1:
+            rows.append(f'<div role="group" aria-label="show or hide">{"".join(buttons)}</div>')
     return f'<nav class="switches">{"".join(rows)}</nav>' if rows else ""
 
 
