@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from qupel.convergence.config import Theorem1, Theorem2, TheoryConfig
 from qupel.convergence.problem import build
 from qupel.convergence.run import TOLERANCE, Measured, run_theorem1, run_theorem2
 from qupel.files import write_atomic, write_json
+from qupel.machine import machine
 from qupel.report.tables import markdown
 from qupel.theory import theorem1_bound, theorem1_sharp, theorem2_bound, theorem2_sharp
 
@@ -33,6 +35,7 @@ def study(
 ) -> tuple[list[str], list[list[str]]]:
     """Run it all; write theorem.json, theorem.md, theorem.png and theorem.svg; return the table."""
     folder.mkdir(parents=True, exist_ok=True)
+    where, began = machine(), time.monotonic()
     if isinstance(config, Theorem1):
         rows = theorem1_rows(config, watch)
         head, body = theorem1_table(rows)
@@ -41,7 +44,8 @@ def study(
         rows = theorem2_rows(config, watch)
         head, body = theorem2_table(rows)
         picture.theorem2_picture(rows, folder / "theorem")
-    write_json(folder / "theorem.json", {"config": config.model_dump(), "tolerance": TOLERANCE, "rows": rows})
+    told = {"config": config.model_dump(), "tolerance": TOLERANCE, "machine": where}
+    write_json(folder / "theorem.json", {**told, "seconds": round(time.monotonic() - began), "rows": rows})
     write_atomic(folder / "theorem.md", markdown(head, body))
     return head, body
 
