@@ -16,27 +16,32 @@ _RULES = {"exact": "exact center prox", "first_order": "first order", "paper": "
 
 
 def theorem1_picture(rows: Sequence[Row], path: Path) -> None:
-    """A row of panels for each problem. Left: the running average of |G|^2 and its bounds. Right: F above its least
-    value seen; a curve that rises breaks the decrease."""
+    """A row of panels for each problem: the running average of |G|^2 and its bounds; F above its least value seen; in
+    how many steps it rose so far."""
     from matplotlib.figure import Figure
 
     problems = list(dict.fromkeys(row["problem"] for row in rows))
-    figure = Figure(figsize=(9.5, 3.4 * len(problems)), layout="constrained", dpi=150)
-    panels = figure.subplots(len(problems), 2, squeeze=False)
-    for (left, right), problem in zip(panels, problems, strict=True):
+    figure = Figure(figsize=(13, 3.4 * len(problems)), layout="constrained", dpi=120)
+    panels = figure.subplots(len(problems), 3, squeeze=False)
+    for (left, middle, right), problem in zip(panels, problems, strict=True):
         mine = [row for row in rows if row["problem"] == problem]
         least = min(min(row["curve"]["objective"]) for row in mine)
         for row, color in zip(mine, LIGHT, strict=False):
-            curve, label = row["curve"], _RULES[row["rule"]]
-            left.loglog(curve["T"], curve["average"], color=color, label=label, linewidth=1.8)
-            above = [max(value - least, 1e-14) for value in curve["objective"]]
-            right.loglog(curve["T"], above, color=color, label=label, linewidth=1.8)
-            if row["rule"] == "exact":
-                left.loglog(curve["T"], curve["bound"], color="black", linestyle="--", label="Theorem 1")
-                left.loglog(curve["T"], curve["sharp"], color="black", linestyle=":", label="sharper, same proof")
-        left.set(xlabel="T", title=f"{problem}: average of |G|² over T steps")
-        right.set(xlabel="step", ylim=(1e-7, None), title=f"{problem}: F − {least:.4f}")
-        for axes in (left, right):
+            curve, exact = row["curve"], row["rule"] == "exact"
+            for axes, values in (
+                (left, curve["average"]),
+                (middle, [max(value - least, 1e-14) for value in curve["objective"]]),
+                (right, curve["increases"]),
+            ):  # thick: curves that agree with it lie on top
+                axes.plot(curve["T"], values, color=color, label=_RULES[row["rule"]], linewidth=3.5 if exact else 1.4)
+            if exact:
+                left.plot(curve["T"], curve["bound"], color="black", linestyle="--", label="Theorem 1")
+                left.plot(curve["T"], curve["sharp"], color="black", linestyle=":", label="sharper, same proof")
+        left.set(xlabel="T", yscale="log", title=f"{problem}: average of |G|² over T steps")
+        middle.set(xlabel="step", yscale="log", ylim=(1e-7, None), title=f"{problem}: F − {least:.4f}")
+        right.set(xlabel="step", yscale="symlog", title=f"{problem}: steps so far in which F rose")
+        for axes in (left, middle, right):
+            axes.set_xscale("log")
             _finish(axes)
     _save(figure, path)
 

@@ -105,6 +105,7 @@ def theorem1_row(m: Measured, center_bound: float) -> Row:
             "bound": bound[shown].tolist(),
             "sharp": sharp[shown].tolist(),
             "objective": m.objective[1:][shown].tolist(),
+            "increases": np.cumsum(rises)[shown].tolist(),
         },
     }
 
