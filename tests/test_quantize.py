@@ -100,13 +100,18 @@ def test_counts_and_dead_centers():
 # --- soft ---
 
 
+def soft(x, c, sharpness):
+    """Q~_c(x) with P from the gap of the centers."""
+    return quantize.soft_at(x, c, quantize.steepness(c, sharpness))
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 8])
 @pytest.mark.parametrize("sharpness", [0.5, 4.0, 50.0])
 def test_soft_gradient_is_autograd(m, sharpness):
     x, u = drawn(0, 200).requires_grad_(), drawn(1, 200)
     c = spread_centers(2, m).requires_grad_()
     P = quantize.steepness(c, sharpness)
-    value = quantize.soft(x, c, sharpness) @ u
+    value = quantize.soft_at(x, c, P) @ u
     expected_x, expected_c = torch.autograd.grad(value, [x, c], allow_unused=True)
     grad_x, grad_c = quantize.soft_gradient(x, c, P, u)
     torch.testing.assert_close(grad_x, torch.zeros_like(x) if m == 1 else expected_x)
@@ -140,7 +145,7 @@ def test_soft_curvature_keeps_its_bound():
 def test_soft_tends_to_hard_away_from_the_boundaries():
     x, c = drawn(0, 2_000), torch.tensor([-1.0, -0.2, 0.3, 1.5], dtype=torch.float64)
     far = ((x[:, None] - quantize.boundaries(c)).abs() > 0.05).all(1)
-    errors = [(quantize.soft(x, c, s) - quantize.hard(x, c))[far].abs().max().item() for s in (10, 100, 1_000)]
+    errors = [(soft(x, c, s) - quantize.hard(x, c))[far].abs().max().item() for s in (10, 100, 1_000)]
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 1e-12
 
@@ -148,7 +153,7 @@ def test_soft_tends_to_hard_away_from_the_boundaries():
 def test_sharpness_four_is_nearest_to_the_identity():
     c = torch.linspace(-1, 1, 9, dtype=torch.float64)
     x = torch.linspace(-0.8, 0.8, 1_001, dtype=torch.float64)
-    error = {s: (quantize.soft(x, c, s) - x).abs().max().item() for s in (1, 2, 4, 8, 16, 50)}
+    error = {s: (soft(x, c, s) - x).abs().max().item() for s in (1, 2, 4, 8, 16, 50)}
     assert error[4] == min(error.values())
 
 
@@ -161,7 +166,7 @@ def test_steepness_is_per_mean_gap_and_constant():
 @pytest.mark.parametrize("centers", [[0.5], [0.5, 0.5, 0.5]])
 def test_soft_without_a_gap_is_its_center(centers):
     c, x = torch.tensor(centers), torch.tensor([-1.0, 0.5, 7.0])
-    assert quantize.soft(x, c, 4.0).tolist() == [0.5] * 3
+    assert soft(x, c, 4.0).tolist() == [0.5] * 3
     grad_x, grad_c = quantize.soft_gradient(x, c, quantize.steepness(c, 4.0), torch.ones(3))
     assert grad_x.tolist() == [0] * 3
     assert grad_c.sum().item() == 3

@@ -101,11 +101,6 @@ def steepness(centers: Tensor, sharpness: float) -> Tensor:
     return torch.where(span > 0, sharpness * (len(centers) - 1) / span, 0.0)
 
 
-def soft(x: Tensor, centers: Tensor, sharpness: float) -> Tensor:
-    """Q~_c(x) with P = `steepness(centers, sharpness)`. (n,), (m,) -> (n,)."""
-    return soft_at(x, centers, steepness(centers, sharpness))
-
-
 def soft_at(x: Tensor, centers: Tensor, P: Tensor | float) -> Tensor:
     """Q~_c(x) = c_1 + sum_{j=2..m} (c_j - c_{j-1}) sigmoid(P (x - (c_j + c_{j-1})/2)). (n,), (m,) -> (n,).
 

@@ -7,22 +7,35 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from qupel.errors import UserError
 from qupel.terminal import number_table, out
 
 
 def theory(
     config: Annotated[Path, typer.Argument(help="a TOML file with theorem = 1 or 2 (experiments/theory1.toml)")],
     folder: Annotated[Path | None, typer.Option("--out", help="folder (default: runs/<name>-<time>)")] = None,
+    publish: Annotated[
+        Path | None,
+        typer.Option("--publish", help="run nothing; put the run in --out on a page in this folder"),
+    ] = None,
 ) -> None:
     """Run what Theorem 1 or 2 speaks of, full batch and with its step sizes, and draw measured against bound."""
     import torch
 
     from qupel.convergence.config import load
+    from qupel.convergence.page import publish as write
     from qupel.convergence.study import study, total_steps
 
     settings = load(config)
+    if publish is not None:
+        if folder is None:
+            raise UserError("--publish needs --out, the folder of a finished run")
+        made = write(folder, publish, f"qupel theory {config} --out {folder}")
+        out.print(f"written to {escape(str(publish))}: {', '.join(path.name for path in made)}")
+        return
     folder = folder or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()]
     begun: list[str] = []

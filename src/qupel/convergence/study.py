@@ -1,16 +1,16 @@
-"""A whole study: every run of a config, the claims it bears out, its table, numbers and picture."""
+"""A whole study: every run of a config, what it says of the theorem, its table, numbers and picture."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from qupel.convergence import picture
 from qupel.convergence.config import Theorem1, Theorem2, TheoryConfig
+from qupel.convergence.page import Row, table
 from qupel.convergence.problem import build
 from qupel.convergence.run import TOLERANCE, Measured, run_theorem1, run_theorem2
 from qupel.files import write_atomic, write_json
@@ -18,7 +18,6 @@ from qupel.machine import machine
 from qupel.report.tables import markdown
 from qupel.theory import theorem1_bound, theorem1_sharp, theorem2_bound, theorem2_sharp
 
-Row = dict[str, Any]
 Watch = Callable[[str, int], None]  # (which run, steps made since the last call)
 _POINTS = 120  # of a curve in the numbers that are written
 _BATCH = 50  # steps between two calls of a watcher
@@ -38,14 +37,13 @@ def study(
     where, began = machine(), time.monotonic()
     if isinstance(config, Theorem1):
         rows = theorem1_rows(config, watch)
-        head, body = theorem1_table(rows)
         picture.theorem1_picture(rows, folder / "theorem")
     else:
         rows = theorem2_rows(config, watch)
-        head, body = theorem2_table(rows)
         picture.theorem2_picture(rows, folder / "theorem")
     told = {"config": config.model_dump(), "tolerance": TOLERANCE, "machine": where}
     write_json(folder / "theorem.json", {**told, "seconds": round(time.monotonic() - began), "rows": rows})
+    head, body = table(config.theorem, rows)
     write_atomic(folder / "theorem.md", markdown(head, body))
     return head, body
 
@@ -110,41 +108,6 @@ def theorem1_row(m: Measured, center_bound: float) -> Row:
     }
 
 
-def theorem1_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """F rose: in how many steps, first where, by how much; missed: steps short of the sufficient decrease; of bound, of
-    sharper: the largest average / bound over all T; slope: of the average, log-log, over the last decade of T;
-    held: gradients and centers stayed within the constants."""
-    head = [
-        "problem",
-        "center prox",
-        "last F",
-        "F rose",
-        "first",
-        "by",
-        "missed",
-        "of bound",
-        "of sharper",
-        "slope",
-        "held",
-    ]
-    body = [
-        [
-            r["problem"],
-            r["rule"],
-            f"{r['F_end']:.4f}",
-            str(r["increases"]),
-            "-" if r["first_increase"] is None else str(r["first_increase"]),
-            f"{r['largest_increase']:.0e}" if r["increases"] else "-",
-            str(r["insufficient"]),
-            *(f"{r[key]:.0e}" if r["rule"] == "exact" else "-" for key in ("of_bound", "of_sharp")),
-            f"{r['slope']:.4f}",
-            "yes" if r["constants_hold"] else "no",
-        ]
-        for r in rows
-    ]
-    return head, body
-
-
 # --- Theorem 2 ---
 
 
@@ -182,31 +145,3 @@ def theorem2_row(runs: list[Measured], center_bound: float) -> Row:
             m.slope_x <= m.steps.L_x and m.slope_c <= m.steps.L_c and m.largest_center <= center_bound for m in runs
         ),
     }
-
-
-def theorem2_table(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """T = ..: the average of |G|^2; floor: |G|^2 at the end of the longest run; slope: of average - floor, log-log."""
-    T = rows[0]["T"]
-    head = [
-        "own data",
-        *(f"T = {t}" for t in T),
-        "kappa",
-        "floor",
-        "slope to floor",
-        "of bound",
-        "of sharper",
-        "constants hold",
-    ]
-    body = [
-        [
-            f"{100 * r['share']:.0f} %",
-            *(f"{a:.3g}" for a in r["average"]),
-            f"{r['kappa'][-1]:.3g}",
-            f"{r['floor']:.3g}",
-            "-" if r["slope"] is None else f"{r['slope']:.2f}",
-            *(f"{max(a / b for a, b in zip(r['average'], r[key], strict=True)):.0e}" for key in ("bound", "sharp")),
-            "yes" if r["constants_hold"] else "no",
-        ]
-        for r in rows
-    ]
-    return head, body
