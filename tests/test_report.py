@@ -144,12 +144,22 @@ def test_diagnostics_are_drawn_whatever_they_are_called(tmp_path):
     told[1]["lines"][3]["diagnostics"]["kappa <b>"] = float("nan")
     run = write_run(tmp_path / "r", told)
     small = charts.diagnostics(compared(run))
-    assert [(d["y"], d["log"]) for d in small] == [("G x", True), ("kappa <b>", False)]
+    assert [(d["y"], d["log"]) for d in small] == [("G x", True), ("kappa <b>", False), ("dead centers", False)]
     assert small[0]["lines"][0]["x"][0] == 4  # the round that one seed does not tell is left out
     assert small[1]["lines"][0]["y"][2] is None  # not a number
     assert "Diagnostics" in read_page(run).text
     pictures = figures.report_pictures(compared(run), {f"diagnostics-{k}": d for k, d in enumerate(small)}, "")
     assert sorted(pictures) == ["diagnostics.png", "diagnostics.svg"]
+
+
+def test_an_average_is_drawn_with_its_bound(tmp_path):
+    told = results(seeds=(0,), labels=["Local"])
+    for at in told[0]["lines"]:
+        at["diagnostics"] = {"step": 5 * at["round"], "G2_average": 0.5, "G2_bound": 2000.0}
+    chart, dead = charts.diagnostics(compared(write_run(tmp_path / "r", told)))
+    assert dead["y"] == "dead centers"
+    assert (chart["y"], chart["log"]) == ("G2 average, its bound above", True)
+    assert [line["y"][-1] for line in chart["lines"]] == [0.5, 2000.0]
 
 
 def test_colors_belong_to_methods_and_dashes_to_runs(tmp_path):

@@ -87,17 +87,31 @@ def accuracy(c: Comparison) -> Chart:
 
 
 def diagnostics(c: Comparison) -> list[Chart]:
-    """One small chart for every number that the lines of metrics carry as a diagnostic."""
-    told = (line.get("diagnostics", {}) for s in c.series for r in s.results for line in r["lines"])
+    """One small chart for every number that the lines of metrics carry as a diagnostic; an average together with its
+    bound (`qupel.diagnostics`). The count of steps is no diagnostic, the count of dead centers is one."""
+    told = (_diagnosed(line) for s in c.series for r in s.results for line in r["lines"])
     keys = dict.fromkeys(k for d in told for k, v in d.items() if isinstance(v, int | float))
+    bounded = "G2_average" in keys and "G2_bound" in keys
     charts = []
     for key in keys:
-        lines = _lines(c, lambda line, key=key: line.get("diagnostics", {}).get(key))  # type: ignore[misc]
+        if key == "step" or (bounded and key == "G2_bound"):
+            continue
+        lines, name = _diagnostic(c, key), key.replace("_", " ")
+        if bounded and key == "G2_average":
+            lines, name = lines + _diagnostic(c, "G2_bound"), f"{name}, its bound above"
         values = [v for line in lines for v in line["y"] if v is not None]
         if values:
             log = min(values) > 0 and max(values) > 1000 * min(values)
-            charts.append({"kind": "lines", "x": "epoch", "y": key.replace("_", " "), "log": log, "lines": lines})
+            charts.append({"kind": "lines", "x": "epoch", "y": name, "log": log, "lines": lines})
     return charts
+
+
+def _diagnostic(c: Comparison, key: str) -> list[Chart]:
+    return _lines(c, lambda line: _diagnosed(line).get(key))
+
+
+def _diagnosed(line: dict[str, Any]) -> dict[str, Any]:
+    return line["diagnostics"] | {"dead_centers": line["dead_centers"]} if "diagnostics" in line else {}
 
 
 def _lines(c: Comparison, value: Callable[[dict[str, Any]], float | None]) -> list[Chart]:
