@@ -161,10 +161,14 @@ def sketch(v: Tensor) -> list[float]:
     return torch.zeros(SKETCH, dtype=v.dtype).index_add_(0, place, sign * v.cpu()).tolist()
 
 
+def from_mean(models: np.ndarray) -> np.ndarray:
+    """|x_i - mean x|^2 of every client: (n, d) -> (n,)."""
+    return ((models - models.mean(0)) ** 2).sum(1)
+
+
 def spread(sketches: Sequence[list[float]]) -> float:
     """mean |x_i - mean x|^2."""
-    rows = np.array(sketches)  # (n, at most 512)
-    return float(((rows - rows.mean(0)) ** 2).sum(1).mean())
+    return float(from_mean(np.array(sketches)).mean())
 
 
 def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:

@@ -88,7 +88,7 @@ def estimate_constants(
 ) -> LossConstants:
     """For any other loss that is at least 0: the largest curvature and gradient at these points (d,), times `safety`.
 
-    An estimate, not a bound: a run with it must be watched (`Measured.slopes`).
+    An estimate, not a bound: a run with it must be watched (`convergence.run.Measured.held`).
     """
     rng = torch.Generator().manual_seed(seed)
     found = [(curvature(gradient, x, rng), float(gradient(x).norm())) for x in points]

@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from qupel.algorithms import Local, QuPeL, State
 from qupel.convergence.config import Rule
 from qupel.convergence.problem import Problem
-from qupel.diagnostics import NO_BATCH, Gradients, decrease, gradients, lambda_p, objective
+from qupel.diagnostics import NO_BATCH, Gradients, decrease, from_mean, gradients, lambda_p, objective
 from qupel.schedule import Clock, Schedule
 from qupel.theory import Steps, theorem1_steps, theorem2_steps
 
@@ -48,6 +47,11 @@ class Measured:
     def missing(self) -> np.ndarray:
         """What a step lacks of the sufficient decrease, where it is more than rounding, else 0 (T,)."""
         return self._beyond_rounding(np.diff(self.objective) + self.needed)
+
+    def held(self, center_bound: float) -> bool:
+        """Were L_x, L_c and the bound on the centers, which the step sizes come from, true of this run?"""
+        smooth = self.slope_x <= self.steps.L_x and self.slope_c <= self.steps.L_c
+        return smooth and self.largest_center <= center_bound
 
     def _beyond_rounding(self, values: np.ndarray) -> np.ndarray:
         return np.where(values > TOLERANCE * abs(self.objective[0]), values, 0.0)
@@ -89,7 +93,7 @@ def _run(problem: Problem, method: Local | QuPeL, steps: Steps, T: int, tell: Te
         slopes = np.maximum(slopes, _slopes(G))
         needed[t] = sum(decrease(method, a, b, clock) for a, b in zip(states, after, strict=True)) / n
         largest = max(largest, *(float(c.abs().max()) for s in after for c in s.codebook.centers))
-        kappa[t] = _kappa([s.x for s in after], lambda_p(method, clock))
+        kappa[t] = lambda_p(method, clock) ** 2 * from_mean(np.stack([s.x.numpy() for s in after]))
         uploads = [u for s in after if (u := method.upload(s)) is not None]
         w = method.aggregate(w, uploads, [1.0] * n) if uploads else w  # the mean of the w_i, at every step
         if (t + 1) % steps.tau == 0:
@@ -107,11 +111,6 @@ def _objective(problem: Problem, method: Local | QuPeL, states: Sequence[State],
     tie = lambda_p(method, Clock(0, 1, 1))
     pairs = zip(states, problem.losses, strict=True)
     return sum(objective(method.quantizer, s.x, s.codebook, f, lam, tie, w) for s, f in pairs) / len(states)
-
-
-def _kappa(models: Sequence[Tensor], tie: float) -> np.ndarray:
-    x = torch.stack(list(models))  # (n, d)
-    return tie**2 * (x - x.mean(0)).square().sum(1).numpy()
 
 
 def _slopes(G: Sequence[Gradients]) -> np.ndarray:

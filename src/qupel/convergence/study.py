@@ -86,7 +86,7 @@ def theorem1_row(m: Measured, center_bound: float) -> Row:
         "eta2": m.steps.eta2,
         "slope_x": m.slope_x,
         "slope_c": m.slope_c,
-        "constants_hold": m.slope_x <= m.steps.L_x and m.slope_c <= m.steps.L_c and m.largest_center <= center_bound,
+        "constants_hold": m.held(center_bound),
         "largest_center": m.largest_center,
         "F_start": m.objective[0],
         "F_end": m.objective[-1],
@@ -141,7 +141,5 @@ def theorem2_row(runs: list[Measured], center_bound: float) -> Row:
         "slope": float(np.polyfit(np.log(lengths), np.log(above), 1)[0]) if (above > 0).all() else None,
         "L_x": last.steps.L_x,
         "L_c": last.steps.L_c,
-        "constants_hold": all(
-            m.slope_x <= m.steps.L_x and m.slope_c <= m.steps.L_c and m.largest_center <= center_bound for m in runs
-        ),
+        "constants_hold": all(m.held(center_bound) for m in runs),
     }
