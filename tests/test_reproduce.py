@@ -184,7 +184,7 @@ def test_table_3_counts_control_clients_only():
 )
 def test_pairs_that_have_no_spread(ours, others, expected):
     arrays = [{k: np.array(v) for k, v in side.items()} for side in (ours, others)]
-    assert paper.paired(*arrays) == expected
+    assert paper.gain_over(*arrays) == expected
 
 
 def flat(table, accuracies):

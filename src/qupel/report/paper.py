@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from scipy import stats
 
-from qupel.report.tables import Result, mark, markdown
+from qupel.report.tables import Result, mark, markdown, paired
 
 AT = " @ "
 QUPEL, OURS, LOCAL = "QuPeL, paper's method", "QuPeL, our recipe", "Local, paper's method"
@@ -157,7 +156,7 @@ def _cell(at: Place, found: dict[Place, dict[int, Result]], known: Published) ->
     gain, low, high, p = None, None, None, None
     if reference != at and reference in found:
         others = {seed: clients(r, known) for seed, r in found[reference].items()}
-        gain, low, high, p = paired(scores, others)
+        gain, low, high, p = gain_over(scores, others)
     return GridCell(
         *at,
         mean=mean,
@@ -179,24 +178,13 @@ def clients(result: Result, known: Published) -> np.ndarray:
     return np.array([np.nan if a is None else 100 * a for i, a in enumerate(told) if known.judged(i)])
 
 
-def paired(
+def gain_over(
     ours: dict[int, np.ndarray], others: dict[int, np.ndarray]
 ) -> tuple[float | None, float | None, float | None, float | None]:
     """(mean difference, its 95 % confidence interval, p) over the (seed, client) pairs that both have."""
-    shared = [seed for seed in ours if seed in others]
-    if not shared:
-        return None, None, None, None
-    d = np.concatenate([ours[seed] - others[seed] for seed in shared])
+    d = np.concatenate([np.empty(0), *(ours[seed] - others[seed] for seed in ours if seed in others)])
     d = d[~np.isnan(d)]
-    if len(d) == 0:
-        return None, None, None, None
-    mean = float(d.mean())
-    if len(d) < 2:
-        return mean, None, None, None
-    if np.ptp(d) == 0:
-        return mean, mean, mean, (1.0 if mean == 0 else 0.0)
-    half = float(stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / np.sqrt(len(d)))
-    return mean, mean - half, mean + half, float(stats.ttest_1samp(d, 0.0).pvalue)
+    return paired(d) if len(d) else (None, None, None, None)
 
 
 # --- what the paper says of its tables ---

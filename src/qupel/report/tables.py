@@ -115,10 +115,20 @@ def _paired(cells: Sequence[Result], reference: Sequence[Result]) -> tuple[float
     ]
     if len(pairs) < 2:
         return None, None
-    difference = 100 * (np.array([a for a, _ in pairs]) - np.array([b for _, b in pairs]))
-    if np.ptp(difference) < 1e-9:  # equal but for rounding
-        return (1.0 if abs(difference[0]) < 1e-9 else 0.0), float(difference[0])
-    return float(stats.ttest_1samp(difference, 0.0).pvalue), float(difference.mean())
+    gain, _, _, p = paired(100 * (np.array([a for a, _ in pairs]) - np.array([b for _, b in pairs])))
+    return p, gain
+
+
+def paired(d: np.ndarray) -> tuple[float, float | None, float | None, float | None]:
+    """Mean of paired differences (n,), the ends of its 95 % confidence interval, and p of the two-sided paired t-test;
+    a single pair has neither."""
+    mean = float(d.mean())
+    if len(d) < 2:
+        return mean, None, None, None
+    if np.ptp(d) < 1e-9:  # equal but for rounding
+        return mean, mean, mean, (1.0 if abs(mean) < 1e-9 else 0.0)
+    half = float(stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / np.sqrt(len(d)))
+    return mean, mean - half, mean + half, float(stats.ttest_1samp(d, 0.0).pvalue)
 
 
 def size(count: float) -> str:
