@@ -48,7 +48,7 @@ class Theorem2(Strict):
     """Algorithm 2 with Theorem 2's step sizes, once for every T in `steps` and every share of own data."""
 
     theorem: Literal[2]
-    steps: tuple[Count, ...] = Field((16, 64, 256, 1024, 4096), min_length=2)
+    steps: tuple[Count, ...] = Field((16, 64, 256, 1024), min_length=2)
     tau: int = Field(4, ge=1)
     lambda_p: float = Field(gt=0)
     clients: int = Field(10, ge=2)

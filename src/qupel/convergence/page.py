@@ -15,10 +15,10 @@ Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]  # head, body
 
 _NOTES = {
-    1: """F rose: in how many steps, first where, by how much at most (up to {tolerance:g} of |F^0| is rounding);
-missed: steps short of the sufficient decrease; of bound, of sharper: the largest average of |G|^2 / bound over all T;
-slope: of the average, log-log, over the last decade of T (-1 is the steepest there is); held: gradients and centers
-stayed within the constants.""",
+    1: """F rose: in how many of {steps} steps, first where, by how much at most (up to {tolerance:g} of |F^0| is
+rounding); missed: steps short of the sufficient decrease; of bound, of sharper: the largest average of |G|^2 / bound
+over all T; slope: of the average, log-log, over the last decade of T (-1 is the steepest there is); held: gradients
+and centers stayed within the constants.""",
     2: """T = ..: the average of |G|^2 over a run of T steps; floor: the mean of |G|^2 over the last tenth of the
 longest run, and kappa of that run; slope to floor: of average - floor, log-log, over all T; of bound, of sharper: the
 largest average / bound over all T; held: gradients and centers stayed within the constants.""",
@@ -92,6 +92,6 @@ def _section(theorem: int, study: dict[str, Any]) -> str:
         f"Python {m['python']}, torch {m['torch']}, commit {m['commit']}; {study['seconds'] / 60:.0f} minutes."
     )
     shown = markdown(*table(theorem, study["rows"]))
-    notes = _NOTES[theorem].format(tolerance=study["tolerance"])
+    notes = _NOTES[theorem].format(tolerance=study["tolerance"], steps=config["steps"])
     picture = f"![Theorem {theorem}](theory{theorem}.png)"
     return f"## Theorem {theorem}\n\n{origin}\n\n{shown}\n{notes}\n\n{picture}\n"

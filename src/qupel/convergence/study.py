@@ -141,5 +141,8 @@ def theorem2_row(runs: list[Measured], center_bound: float) -> Row:
         "slope": float(np.polyfit(np.log(lengths), np.log(above), 1)[0]) if (above > 0).all() else None,
         "L_x": last.steps.L_x,
         "L_c": last.steps.L_c,
+        "slope_x": max(m.slope_x for m in runs),
+        "slope_c": max(m.slope_c for m in runs),
+        "largest_center": max(m.largest_center for m in runs),
         "constants_hold": all(m.held(center_bound) for m in runs),
     }
