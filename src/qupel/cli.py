@@ -53,6 +53,7 @@ seeds = [0, 1, 2]
 bits = [2, 3]
 rounds = 10
 evaluate_every = 2
+checkpoint_every = 10
 [split]
 train_per_client = 20
 [methods.QuPeL]
