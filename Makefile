@@ -30,9 +30,11 @@ types: $(STAMP)
 
 check: lint types test
 
-bench: $(STAMP)
-	$(BIN)/python benchmarks/step_cost.py
-	$(BIN)/python benchmarks/engine.py
+# Against other frameworks, in an environment of its own; on an idle machine, images from the folder in QUPEL_DATA.
+bench:
+	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	.venv-bench/bin/python benchmarks/peers --out docs/results
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-bench build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,145 @@
+"""The same federated work on our engine and on its peers, in turns, as ratios.
+
+    make bench      # its own environment, .venv-bench; minutes to hours, on an idle machine
+    python benchmarks/peers [--only MLP] [--repeats 3] [--data FOLDER] [--out docs/results]
+
+Every framework gets two processes with one thread each, the same first model and the same batches, and has to end with
+the same model. The first round of every run is not counted. Without --data (a folder with cifar10) images are random.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from work import WORKS, prepare
+
+from qupel.files import write_atomic, write_json
+from qupel.machine import machine
+
+HERE = Path(__file__).parent
+PEERS = {"QuPeL": "ours.py", "Flower simulation": "flower_peer.py", "pfl": "pfl_peer.py"}
+
+
+def family(pid: int) -> list[int]:
+    """A process and everything it started."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has just ended
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for known in found:
+        found += children.get(known, [])
+    return found
+
+
+def memory(pid: int) -> int:
+    """Bytes that a process and everything it started hold; shared pages count once."""
+    total = 0
+    for one in family(pid):
+        try:
+            lines = Path(f"/proc/{one}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def run(script: str, folder: Path, out: Path) -> dict:
+    """One run of one framework: seconds to its first round, seconds of each round, peak memory, and its last model."""
+    environment = os.environ | {"QUPEL_BENCH_BORN": repr(time.time()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    log = out.with_suffix(".log")
+    with log.open("w") as words:
+        child = subprocess.Popen(
+            [sys.executable, str(HERE / script), str(folder), str(out)], stdout=words, stderr=words, env=environment
+        )
+        peak = 0
+        while child.poll() is None:
+            peak = max(peak, memory(child.pid))
+            time.sleep(0.5)
+    if child.returncode or not out.exists():
+        raise SystemExit(f"{script} failed on {folder.name}:\n{log.read_text()[-2000:]}")
+    return {**json.loads(out.read_text()), "memory": peak, "w": np.load(out.with_suffix(".npy"))}
+
+
+def measure(name: str, data: str | None, repeats: int, place: Path) -> dict:
+    """All frameworks in turns on one work item."""
+    folder = place / name.replace(" ", "-").replace(",", "")
+    said = prepare(WORKS[name], folder, data)
+    runs: dict[str, list[dict]] = {peer: [] for peer in PEERS}
+    for turn in range(repeats):
+        for peer, script in PEERS.items():
+            runs[peer].append(run(script, folder, folder / f"{script}-{turn}.json"))
+            took = statistics.median(runs[peer][-1]["rounds"][1:])
+            print(f"{name}: {peer} {took:.3f} s a round", flush=True)
+    reference = runs["QuPeL"][0]["w"]
+    found = {}
+    for peer, several in runs.items():
+        seconds = [statistics.median(r["rounds"][1:]) for r in several]
+        found[peer] = {
+            "round": statistics.median(seconds),
+            "least": min(seconds),
+            "most": max(seconds),
+            "start": statistics.median(r["start"] for r in several),
+            "memory": statistics.median(r["memory"] for r in several),
+            "apart": float(np.abs(several[0]["w"] - reference).max()),
+        }
+    return {"data": said, "peers": found}
+
+
+def page(results: dict[str, dict], repeats: int) -> str:
+    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "flwr", "ray", "pfl"))
+    told = machine()
+    lines = [
+        "# Against the peers",
+        "",
+        f"`make bench`; {told['cpus']} CPUs ({told['processor']}), Python {told['python']}, {versions}; "
+        f"{repeats} runs of each framework in turns, medians. Two processes with one thread each, same first model and "
+        "batches; the last column is how far the last models are apart at most. Evaluation is off everywhere.",
+        "",
+        "| work | framework | seconds a round | ratio to ours | start s | peak memory | apart |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, result in results.items():
+        ours = result["peers"]["QuPeL"]["round"]
+        for peer, r in result["peers"].items():
+            spread = f"{r['round']:.3f} ({r['least']:.3f} to {r['most']:.3f})"
+            lines.append(
+                f"| {name} | {peer} | {spread} | {r['round'] / ours:.2f} | {r['start']:.1f} "
+                f"| {r['memory'] / 1e6:.0f} MB | {r['apart']:.0e} |"
+            )
+    said = sorted({r["data"] for r in results.values()})
+    return "\n".join([*lines, "", f"Data: {', '.join(said)}.", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="work items whose name contains this")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--data", default=os.environ.get("QUPEL_DATA"))
+    parser.add_argument("--out", type=Path, help="a folder for benchmarks.md and benchmarks.json")
+    options = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as place:
+        for name in WORKS:
+            if not options.only or options.only in name:
+                results[name] = measure(name, options.data, options.repeats, Path(place))
+    text = page(results, options.repeats)
+    print(text)
+    if options.out:
+        write_atomic(options.out / "benchmarks.md", text)
+        write_json(options.out / "benchmarks.json", results)
+
+
+if __name__ == "__main__":
+    main()

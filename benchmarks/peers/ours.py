@@ -1,0 +1,56 @@
+"""The work on our own engine: two workers, one thread each.   python ours.py FOLDER OUT.json"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from work import SEED, Prepared, now, tell
+
+from qupel.algorithms import FedAvg, Phase, Quantizer, QuPeL
+from qupel.codebook import plan_bits
+from qupel.data import sources
+from qupel.data.partition import Part
+from qupel.engine.job import Job
+from qupel.engine.rounds import one_round
+from qupel.engine.workers import Pool, Workers
+from qupel.flat import Layout
+from qupel.schedule import Schedule
+
+
+def main() -> None:
+    prepared = Prepared(Path(sys.argv[1]))
+    work, module = prepared.work, prepared.module()
+    inputs, targets = prepared.samples
+    layout = Layout.of(module)
+    if work.bits == 32:
+        method, plan = FedAvg(eta1=Schedule(work.eta1)), {}
+    else:
+        quantizer = Quantizer(eta2=Schedule(work.eta2), lam=Schedule(work.lam), init="range")
+        pull = Schedule(work.lambda_p)
+        method = QuPeL(eta1=Schedule(work.eta1), lambda_p=pull, coupling=work.share, quantizer=quantizer)
+        plan = plan_bits(layout, work.bits)
+    job = Job(
+        module=module,
+        loss=torch.nn.functional.cross_entropy,
+        data=sources.from_arrays(inputs, targets, inputs[:1], targets[:1]),
+        parts=[Part(rows, np.array([0])) for rows in np.load(prepared.folder / "owned.npy")],
+        plans=[plan] * work.clients,
+        phases=[Phase(method, work.rounds)],
+        seed=SEED,
+        local_steps=work.steps,
+        batch=work.batch,
+    )
+    w = layout.flatten(module)
+    with Pool(2) as pool:
+        engine = Workers(pool, job)
+        begun, ended = now(), []
+        for k in range(work.rounds):
+            w, *_ = one_round(job, engine, k, w)
+            ended.append(now())
+    layout.load(module, w)
+    tell(begun, ended, module)
+
+
+if __name__ == "__main__":
+    main()
