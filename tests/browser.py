@@ -136,18 +136,20 @@ class Browser:
 
 
 def pictures(page: Path, folder: Path) -> None:
-    """The top in light, weights and centers in dark, a touched figure on a phone."""
+    """The table, the curves with the values of a point, weights and centers in dark, the curves on a phone."""
+    curves = "document.querySelector('#accuracy svg').scrollIntoView({block: 'center'})"
     views = (
-        ("light", {"width": 1000, "height": 1050}, "window.scrollTo(0, 0)"),
+        ("table", {"width": 1000, "height": 900}, "window.scrollTo(0, 0)"),
+        ("curves", {"width": 1000, "height": 560}, curves),
         ("dark", {"width": 700, "height": 620, "dark": True}, "document.querySelector('#weights').scrollIntoView()"),
-        ("phone", {"width": 390, "height": 620}, "document.querySelector('#accuracy').scrollIntoView()"),
+        ("phone", {"width": 390, "height": 620}, curves),
     )
     window = Browser()
     try:
         for name, size, script in views:
             window.open(page, **size)
             window.run(script)
-            if name != "dark":  # with the values of a point
+            if script == curves:
                 where = (
                     "const r = [...document.querySelectorAll('#accuracy circle.dot')].at(-2).getBoundingClientRect();"
                 )

@@ -201,10 +201,12 @@ class Claim:
 
 
 def claims(g: Grid) -> list[Claim]:
-    """The paper's statements about this table, those whose cells are done. Our recipe is held to the same ones."""
+    """The paper's statements about this table, those whose cells are done. Our recipe is held to the same ones.
+
+    Above means by 0.005 points at least, what two digits can show."""
     found = []
 
-    def claim(text: str, above: Place, below: Place, least: float = 0.0, most: float = float("inf")) -> None:
+    def claim(text: str, above: Place, below: Place, least: float = 0.005, most: float = float("inf")) -> None:
         a, b = g.at(*above), g.at(*below)
         if a.mean is None or b.mean is None:
             return
