@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import stat
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 import flower_bench as bench
 from qupel.errors import UserError
-from qupel.flower import frames
+from qupel.flower import frames, processes
 from qupel.flower.processes import Process, end, start, started
 from qupel.flower.thin import WorkerMissing, forward
 
@@ -25,6 +26,12 @@ HELLO = {"kind": "hello", "protocol": 1, "seed": 0}
 def worker_of(state):
     noted = json.loads((state / "worker.json").read_text())
     return Process("worker", noted["pid"], noted["started"])
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left():
+    yield
+    assert processes._CHILDREN == {}
 
 
 @pytest.fixture
@@ -80,8 +87,6 @@ def test_idle_workers_end(client):
 
 
 def test_garbage_does_not_end_a_worker(client):
-    import socket
-
     state = client.parent / "state-0"
     forward(client, HELLO, b"")
     first = worker_of(state)
@@ -92,6 +97,28 @@ def test_garbage_does_not_end_a_worker(client):
     assert "error" in frames.ask(state, {"kind": "train"}, b"x" * 10)[0]
     assert forward(client, HELLO, b"")[0]["samples"] == 20
     assert worker_of(state) == first
+
+
+def test_the_other_side_may_be_faster():
+    """On a busy machine a question is read and answered, and the connection closed, before its sender goes on."""
+    ours, theirs = socket.socketpair()
+
+    def answer():
+        with theirs:
+            frames.receive(theirs)
+            frames.send(theirs, {"pong": 1})
+
+    other = threading.Thread(target=answer)
+
+    class Preempted(socket.socket):
+        def sendall(self, data):
+            super().sendall(data)
+            other.join()
+
+    other.start()
+    with Preempted(fileno=ours.detach()) as connection:
+        frames.send(connection, {"kind": "ping"})
+        assert frames.receive(connection) == ({"pong": 1}, b"")
 
 
 def test_the_thin_side_loads_nothing_heavy():
@@ -159,8 +186,6 @@ def test_secrets_are_readable_by_their_owner_only(made):
 
 def test_certificates_verify(made):
     """Against the authority, for the server's public name and loopback, and for nothing else."""
-    import socket
-
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(made.server / "server.crt", made.server / "server.key")
     trusting = ssl.create_default_context(cafile=str(made.authority))
