@@ -22,14 +22,16 @@ import torch
 
 import flower_bench as bench
 from qupel import config as configs
+from qupel.engine import group as groups
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.experiment import build_job, cells, run_experiment
+from qupel.experiment import build_job, cells, engine_for, run_experiment
 from qupel.flower import frames
 from qupel.flower.folder import Federation, flower_environment, free_port
 from qupel.flower.processes import end, start
 from qupel.flower.server import conduct
 from qupel.flower.tryout import SERVER, Running, down, up
+from tiny import timeless
 
 pytest.importorskip("flwr")
 BINARIES = Path(sys.executable).parent
@@ -104,9 +106,21 @@ def local(text, folder):
     return w, files, rows, result["lines"]
 
 
-@pytest.mark.slow  # a minute, and a loaded machine can break a pipe to a client's worker
+def ranks(text, folder):
+    """(w, model files, lines) of two ranks of torch.distributed."""
+    config = configs.parse(text, "test")
+    (result,) = run_experiment(config, folder, workers=2, start=groups.start)
+    files = [p.read_bytes() for p in sorted((folder / "cells").glob("*/models/*"))]
+    (cell,) = cells(config)
+    job = build_job(config, cell)
+    with groups.start(2) as group, engine_for(config, cell, job, group, 2, folder) as engine:
+        return run(job, engine).w, files, result["lines"]
+
+
+@pytest.mark.slow
 def test_six_supernodes_end_with_the_reference_engines_bits(make, tmp_path):
-    """Final w, every client's state and every client's model file; bits are known to the clients only."""
+    """Final w, every client's state and every client's model file, on one process, two ranks and Flower; bits are known
+    to the clients only."""
     text = bench.config(6, "digits_cnn").replace("evaluate_every = 2", "evaluate_every = 5")
     federation, config = make(6, text)
     table = qupel("up", federation.folder).stdout  # once more: all is there, nothing is started
@@ -114,8 +128,13 @@ def test_six_supernodes_end_with_the_reference_engines_bits(make, tmp_path):
     done = qupel("run", federation.folder, config, "--name", "r")
     assert "round 5/5" in done.stdout
     w, files, rows, lines = local(text, tmp_path / "local")
+    other_w, other_files, other_lines = ranks(text, tmp_path / "ranks")
+    assert torch.equal(other_w, w)
+    assert other_files == files
+    assert timeless(other_lines) == timeless(lines)
     target = federation.folder / "runs" / "r"
     assert torch.equal(bench.final_w(target), w)
+    assert len(files) == 6
     assert exported(federation, job_of(federation, "r")) == files
     for i in range(6):
         state = federation.client(i) / "state" / job_of(federation, "r") / "round-000004" / "rows.bin"
