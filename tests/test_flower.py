@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from qupel.engine import group as groups
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.experiment import build_job, cells, engine_for, run_experiment
-from qupel.flower import frames
+from qupel.flower import frames, processes
 from qupel.flower.folder import Federation, flower_environment, free_port
 from qupel.flower.processes import end, start
 from qupel.flower.server import conduct
@@ -82,6 +83,7 @@ def make(tmp_path):
         while leftovers(federation.folder) and time.monotonic() < limit:
             time.sleep(0.2)
         assert leftovers(federation.folder) == []
+    assert processes._CHILDREN == {}
 
 
 def exported(federation, job):
@@ -186,12 +188,19 @@ def test_strangers_are_refused(make, tmp_path):
 # --- faults; long, because Flower takes its time to see that somebody is gone ---
 
 
-def begin(federation, config, *options):
-    """`qupel flower run` in the background."""
-    return subprocess.Popen(
+@contextmanager
+def begun(federation, config, *options):
+    """`qupel flower run` in the background. Whatever happens, it is ended."""
+    process = subprocess.Popen(
         [sys.executable, "-m", "qupel", "flower", "run", str(federation.folder), str(config), *map(str, options)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def until(condition, seconds=600.0, process=None):
@@ -225,13 +234,13 @@ def test_a_supernode_is_killed_within_a_round(make, tmp_path):
     text = long(3, 20)
     federation, config = make(3, text)
     target = federation.folder / "runs" / "r"
-    process = begin(federation, config, "--name", "r", "--minimum", 2, "--deadline", 40)
-    until(lambda: in_round(target, federation, 1, 2), process=process)
-    os.kill(Running.of(federation).processes["client-1"].pid, signal.SIGKILL)
-    until(lambda: rounds_done(target) >= 4)  # the others go on
-    assert process.poll() is None
-    up(federation, 3)  # comes back as soon as Flower lets it
-    out, err = process.communicate(timeout=3600)
+    with begun(federation, config, "--name", "r", "--minimum", 2, "--deadline", 40) as process:
+        until(lambda: in_round(target, federation, 1, 2), process=process)
+        os.kill(Running.of(federation).processes["client-1"].pid, signal.SIGKILL)
+        until(lambda: rounds_done(target) >= 4)  # the others go on
+        assert process.poll() is None
+        up(federation, 3)  # comes back as soon as Flower lets it
+        out, err = process.communicate(timeout=3600)
     assert process.returncode == 0, f"{out}\n{err}"
     lines = [json.loads(line) for line in (target / "progress.jsonl").read_text().splitlines()]
     missed = [line["round"] - 1 for line in lines if any(r.startswith("client 1:") for r in line["refused"])]
@@ -265,15 +274,15 @@ def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
     text = long(3, 8)
     federation, config = make(3, text)
     target = federation.folder / "runs" / "r"
-    process = begin(federation, config, "--name", "r")
-    until(lambda: in_round(target, federation, 0, 3), process=process)
-    server = Running.of(federation).processes[SERVER].pid
-    if victim == "superlink":
-        os.killpg(server, signal.SIGKILL)
-    else:
-        apps = [p for p in descendants(server) if "flwr-serverapp" in p[1]]
-        os.kill(apps[0][0], signal.SIGKILL)
-    _, err = process.communicate(timeout=300)
+    with begun(federation, config, "--name", "r") as process:
+        until(lambda: in_round(target, federation, 0, 3), process=process)
+        server = Running.of(federation).processes[SERVER].pid
+        if victim == "superlink":
+            os.killpg(server, signal.SIGKILL)
+        else:
+            apps = [p for p in descendants(server) if "flwr-serverapp" in p[1]]
+            os.kill(apps[0][0], signal.SIGKILL)
+        _, err = process.communicate(timeout=600)
     assert process.returncode == 1, err
     assert "--resume" in err
     up(federation, 3)
@@ -443,10 +452,10 @@ def test_asked_to_stop_and_resumed(make, tmp_path):
     text = long(2, 6)
     federation, config = make(2, text)
     target = federation.folder / "runs" / "r"
-    process = begin(federation, config, "--name", "r", "--upload", "int8")
-    until(lambda: rounds_done(target) >= 2, process=process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=300)
+    with begun(federation, config, "--name", "r", "--upload", "int8") as process:
+        until(lambda: rounds_done(target) >= 2, process=process)
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=600)
     assert process.returncode == 130, err
     assert 2 <= rounds_done(target) < 6
     qupel("run", federation.folder, config, "--name", "r", "--resume", "--upload", "int8")

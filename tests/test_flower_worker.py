@@ -55,7 +55,7 @@ def test_a_worker_is_started_when_needed_and_outlives_questions(client):
     assert worker_of(state) == first
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
     second = subprocess.run(
-        [sys.executable, "-m", "qupel.flower.worker", str(client)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "qupel.flower.worker", str(client)], capture_output=True, text=True, timeout=600
     )
     assert second.returncode == 1
     assert "already has a worker" in second.stderr
@@ -65,7 +65,7 @@ def test_a_worker_is_started_when_needed_and_outlives_questions(client):
     asking.start()
     time.sleep(0.3)
     os.kill(first.pid, signal.SIGKILL)
-    asking.join(120)
+    asking.join(600)
     assert answers == [(reply, b"")]
     assert worker_of(state) != first
     os.kill(worker_of(state).pid, signal.SIGTERM)
@@ -81,8 +81,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
 def test_idle_workers_end(client):
     client.write_text("idle_minutes = 0.002\n" + client.read_text())
     state = client.parent / "state-0"
-    process = subprocess.Popen([sys.executable, "-m", "qupel.flower.worker", str(client)])
-    assert process.wait(120) == 0
+    subprocess.run([sys.executable, "-m", "qupel.flower.worker", str(client)], check=True, timeout=600)
     assert (state / "worker.json").exists()
 
 
