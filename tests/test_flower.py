@@ -5,6 +5,7 @@ whether anything is left.
 """
 
 import http.server
+import itertools
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +37,8 @@ from qupel.flower.tryout import SERVER, Running, down, up
 from tiny import timeless
 
 pytest.importorskip("flwr")
+from flwr.app import ConfigRecord, Message, RecordDict
+
 BINARIES = Path(sys.executable).parent
 
 
@@ -183,6 +187,64 @@ def test_strangers_are_refused(make, tmp_path):
         assert words in said, what
     with running.control() as control:
         assert [(node.name, node.status) for node in control.nodes()] == [("client-0", "online")]
+
+
+class Grid:
+    """Two SuperNodes as flwr 1.41 has them: for every message that comes, all answers that are there are sent, and only
+    if there is none it waits for one. `held`: per node, answers that wait for the next message."""
+
+    def __init__(self):
+        self.held, self.sent, self.kinds, self.numbers = {0: [], 1: []}, [], [], itertools.count()
+
+    def get_nodes(self):
+        return [SimpleNamespace(name=f"client-{i}", node_id=i, registered_at="") for i in self.held]
+
+    def push_messages(self, messages):
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = str(next(self.numbers))
+            header = json.loads(message.content["question"]["header"])
+            self.kinds.append((header["kind"], message.metadata.dst_node_id))
+            held = self.held[message.metadata.dst_node_id]
+            told = RecordDict({"answer": ConfigRecord({"header": json.dumps({"to": header["kind"]})})})
+            answers = [*held, Message(content=told, reply_to=message)]
+            self.sent += answers[: max(1, len(held))]
+            held[:] = answers[max(1, len(held)) :]
+        return [message.metadata.message_id for message in messages]
+
+    def pull_messages(self, ids):
+        found = [m for m in self.sent if m.metadata.reply_to_message_id in ids]
+        self.sent = [m for m in self.sent if m.metadata.reply_to_message_id not in ids]
+        return found
+
+
+def test_supernodes_that_are_one_answer_behind_are_pinged(monkeypatch):
+    """What a killed server leaves: found after silence, then pinged with every question until it has caught up."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    from qupel.flower.server_app import FlowerPost
+
+    for name in ("_task_id", "_run_id", "_node_id"):  # Flower makes messages only within a run
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    grid = Grid()
+    post = FlowerPost(grid)
+    stale = Message(RecordDict(), dst_node_id=1, message_type="train")
+    stale.metadata.__dict__["_message_id"] = "of a run that is over"
+    grid.held[1].append(Message(content=RecordDict(), reply_to=stale))
+
+    def ask():
+        grid.kinds.clear()
+        replies = list(post.ask({"kind": "train", "round": 0}, b"", [0, 1], seconds=1.0))
+        assert sorted((r.client, r.header["to"]) for r in replies) == [(0, "train"), (1, "train")]
+        return grid.kinds
+
+    train = [("train", 0), ("train", 1)]
+    assert ask() == [*train, ("ping", 1)]
+    assert post.behind == {1}
+    assert ask() == [*train, ("ping", 1)]
+    grid.held[1].clear()  # its process was started again
+    assert ask() == [*train, ("ping", 1)]
+    assert post.behind == set()
+    assert ask() == train
 
 
 # --- faults; long, because Flower takes its time to see that somebody is gone ---

@@ -25,7 +25,10 @@ from qupel.flower.server import Reply, conduct, export, open_fleet
 log = logging.getLogger("flwr")
 app = ServerApp()
 POLL_SECONDS = 0.2
-MESSAGE_TYPES = {"hello": "query.hello", "export": "query.export"}  # the others are Flower's own: train, evaluate
+PING: Header = {"kind": "ping"}
+PING_SECONDS = 20.0  # of silence
+# of our questions; the others are Flower's own: train, evaluate
+MESSAGE_TYPES = {"hello": "query.hello", "ping": "query.hello", "export": "query.export"}
 
 
 @app.main()
@@ -58,10 +61,16 @@ def main(grid: Grid, context: Context) -> None:
 
 
 class FlowerPost:
-    """Questions as Flower messages. A client is known by the name its key was registered under: client-<number>."""
+    """Questions as Flower messages. A client is known by the name its key was registered under: client-<number>.
+
+    A run that ends while a SuperNode fetches a message of it, as when the server is killed, leaves that SuperNode (of
+    flwr 1.41) with an answer to nobody, and one answer behind for good: it sends what there is when the next message
+    has come, and no sooner. Hence a ping to those who are silent.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
+        self.behind: set[int] = set()  # clients that have answered only after a ping
 
     def present(self) -> list[int]:
         return sorted(self._nodes())
@@ -75,26 +84,37 @@ class FlowerPost:
         return nodes
 
     def ask(self, header: Header, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
-        limit = time.monotonic() + seconds
-        nodes = self._nodes()
-        kind = MESSAGE_TYPES.get(header["kind"], str(header["kind"]))
-        messages, owners = [], []
-        for client in clients:
-            if client in nodes:
-                content = RecordDict({"question": ConfigRecord({"header": json.dumps(header)})})
-                if body:
-                    content["arrays"] = ArrayRecord({"w": Array(np.frombuffer(body, np.float32))})
-                round = str(header.get("round", ""))
-                messages.append(Message(content, nodes[client], kind, ttl=seconds + 30, group_id=round))
-                owners.append(client)
-        waiting = dict(zip(self.grid.push_messages(messages), owners, strict=True)) if messages else {}
-        while waiting and time.monotonic() < limit:
-            for message in self.grid.pull_messages(list(waiting)):
+        begin = time.monotonic()
+        nodes = {client: node for client, node in self._nodes().items() if client in set(clients)}
+        waiting = self._push(header, body, nodes, seconds)
+        pings = self._push(PING, b"", {c: nodes[c] for c in nodes.keys() & self.behind}, seconds)
+        pinged = False
+        while waiting and time.monotonic() < begin + seconds:
+            for message in self.grid.pull_messages([*waiting, *pings]):
                 asked = message.metadata.reply_to_message_id
                 if asked in waiting:
-                    yield read(waiting.pop(asked), message)
+                    client = waiting.pop(asked)
+                    self.behind |= {client} & set(pings.values())
+                    yield read(client, message)
+                elif asked in pings:  # answered with no message after it
+                    self.behind.discard(pings.pop(asked))
+            if not pinged and time.monotonic() > begin + min(PING_SECONDS, seconds / 2):
+                pinged = True
+                silent = set(waiting.values()) - set(pings.values())
+                pings |= self._push(PING, b"", {c: nodes[c] for c in silent}, seconds)
             if waiting:
                 time.sleep(POLL_SECONDS)
+
+    def _push(self, header: Header, body: bytes, nodes: dict[int, int], seconds: float) -> dict[str, int]:
+        """Send a question to these clients' nodes; number of the message -> client."""
+        kind = MESSAGE_TYPES.get(header["kind"], str(header["kind"]))
+        messages = []
+        for node in nodes.values():
+            content = RecordDict({"question": ConfigRecord({"header": json.dumps(header)})})
+            if body:
+                content["arrays"] = ArrayRecord({"w": Array(np.frombuffer(body, np.float32))})
+            messages.append(Message(content, node, kind, ttl=seconds + 30, group_id=str(header.get("round", ""))))
+        return dict(zip(self.grid.push_messages(messages), nodes, strict=True)) if messages else {}
 
 
 def read(client: int, message: Any) -> Reply:
