@@ -25,8 +25,7 @@ from qupel.flower.server import Reply, conduct, export, open_fleet
 log = logging.getLogger("flwr")
 app = ServerApp()
 POLL_SECONDS = 0.2
-PING: Header = {"kind": "ping"}
-PING_SECONDS = 20.0  # of silence
+PING_SECONDS = 60.0  # of silence
 # of our questions; the others are Flower's own: train, evaluate
 MESSAGE_TYPES = {"hello": "query.hello", "ping": "query.hello", "export": "query.export"}
 
@@ -65,12 +64,11 @@ class FlowerPost:
 
     A run that ends while a SuperNode fetches a message of it, as when the server is killed, leaves that SuperNode (of
     flwr 1.41) with an answer to nobody, and one answer behind for good: it sends what there is when the next message
-    has come, and no sooner. Hence a ping to those who are silent.
+    has come, and no sooner. Hence a ping, once, to those who are silent. Starting the SuperNode again cures it.
     """
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self.behind: set[int] = set()  # clients that have answered only after a ping
 
     def present(self) -> list[int]:
         return sorted(self._nodes())
@@ -87,21 +85,15 @@ class FlowerPost:
         begin = time.monotonic()
         nodes = {client: node for client, node in self._nodes().items() if client in set(clients)}
         waiting = self._push(header, body, nodes, seconds)
-        pings = self._push(PING, b"", {c: nodes[c] for c in nodes.keys() & self.behind}, seconds)
         pinged = False
         while waiting and time.monotonic() < begin + seconds:
-            for message in self.grid.pull_messages([*waiting, *pings]):
+            for message in self.grid.pull_messages(list(waiting)):
                 asked = message.metadata.reply_to_message_id
                 if asked in waiting:
-                    client = waiting.pop(asked)
-                    self.behind |= {client} & set(pings.values())
-                    yield read(client, message)
-                elif asked in pings:  # answered with no message after it
-                    self.behind.discard(pings.pop(asked))
+                    yield read(waiting.pop(asked), message)
             if not pinged and time.monotonic() > begin + min(PING_SECONDS, seconds / 2):
                 pinged = True
-                silent = set(waiting.values()) - set(pings.values())
-                pings |= self._push(PING, b"", {c: nodes[c] for c in silent}, seconds)
+                self._push({"kind": "ping"}, b"", {client: nodes[client] for client in waiting.values()}, seconds)
             if waiting:
                 time.sleep(POLL_SECONDS)
 
