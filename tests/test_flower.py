@@ -330,8 +330,8 @@ def test_a_supernode_is_killed_within_a_round(make, tmp_path):
 @pytest.mark.parametrize("victim", ["superlink", "serverapp"])
 def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
     """Killed within a round with all it has started, resumed: the undisturbed run's bits; no step counts twice."""
-    text = long(3, 5)
-    federation, config = make(3, text)
+    text = long(2, 5)
+    federation, config = make(2, text)
     target = federation.folder / "runs" / "r"
     with begun(federation, config, "--name", "r") as process:
         until(lambda: in_round(target, federation, 0, 2), process=process)
@@ -344,13 +344,13 @@ def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
         _, err = process.communicate(timeout=600)
     assert process.returncode == 1, err
     assert "--resume" in err
-    up(federation, 3)
+    up(federation, 2)
     done = qupel("run", federation.folder, config, "--name", "r", "--resume")
     assert "round 5/5" in done.stdout
     w, files, rows, _ = local(text, tmp_path / "local")
     assert torch.equal(bench.final_w(target), w)
     assert exported(federation, job_of(federation, "r")) == files
-    for i in range(3):
+    for i in range(2):
         state = federation.client(i) / "state" / job_of(federation, "r") / "round-000004" / "rows.bin"
         assert state.read_bytes() == rows[i]
 
