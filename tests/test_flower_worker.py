@@ -1,6 +1,5 @@
 """The resident worker as a real process, the folder that `qupel flower init` writes, and processes that are ended."""
 
-import json
 import os
 import shutil
 import signal
@@ -24,8 +23,7 @@ HELLO = {"kind": "hello", "protocol": 1, "seed": 0}
 
 
 def worker_of(state):
-    noted = json.loads((state / "worker.json").read_text())
-    return Process("worker", noted["pid"], noted["started"])
+    return Process.noted("worker", state / "worker.json")
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +74,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
     path.write_text('client = 0\nbits = 2\n[data]\nname = "nowhere.npz"\n')
     with pytest.raises(WorkerMissing, match=r"nowhere.npz: no such file"):
         forward(path, HELLO, b"")
+    assert not worker_of(tmp_path / "state").alive()  # it was noted from its start: what loads for long can be ended
 
 
 def test_idle_workers_end(client):

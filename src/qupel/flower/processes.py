@@ -5,6 +5,7 @@ A process is known by its id and its start: an id alone may by now belong to som
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from qupel.files import write_json
+
+PID_FILE = "worker.json"  # of a resident worker, in its state folder
 _CHILDREN: dict[tuple[int, str], subprocess.Popen[bytes]] = {}  # of this process, by id and start, until they end
 
 
@@ -29,6 +33,13 @@ class Process:
             if child.poll() is not None:
                 del _CHILDREN[key]
         return (self.pid, self.started) in _CHILDREN or started(self.pid) == self.started
+
+    def note(self, path: Path) -> None:
+        write_json(path, {"pid": self.pid, "started": self.started})
+
+    @classmethod
+    def noted(cls, name: str, path: Path) -> Process:
+        return cls(name, **json.loads(path.read_text()))
 
 
 def started(pid: int) -> str | None:
