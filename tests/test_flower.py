@@ -244,6 +244,21 @@ def test_supernodes_that_are_one_answer_behind_are_pinged(monkeypatch):
     assert ask() == train
 
 
+def test_a_server_that_outlived_its_superlink(tmp_path):
+    """It is ended before another one goes on with its run, and how it ended is not how that one did."""
+    from qupel.flower.drive import ending
+    from qupel.flower.server_app import alone
+
+    before = start("server", [sys.executable, "-c", "import time; time.sleep(600)"], tmp_path / "log", dict(os.environ))
+    before.note(tmp_path / "server.json")
+    alone(tmp_path)
+    assert not before.alive()
+    assert processes.Process.noted("server", tmp_path / "server.json").pid == os.getpid()
+    (tmp_path / "end.json").write_text('{"run": 6, "state": "broken", "message": ""}')
+    assert ending(tmp_path, 7) is None
+    assert ending(tmp_path, 6)["state"] == "broken"
+
+
 # --- faults; long, because Flower takes its time to see that somebody is gone ---
 
 

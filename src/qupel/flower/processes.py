@@ -34,6 +34,18 @@ class Process:
                 del _CHILDREN[key]
         return (self.pid, self.started) in _CHILDREN or started(self.pid) == self.started
 
+    @classmethod
+    def here(cls, name: str) -> Process:
+        """This process."""
+        return cls(name, os.getpid(), started(os.getpid()) or "")
+
+    def kill(self) -> None:
+        """End this process alone, at once."""
+        while self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.05)
+
     def note(self, path: Path) -> None:
         write_json(path, {"pid": self.pid, "started": self.started})
 

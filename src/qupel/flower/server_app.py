@@ -20,6 +20,7 @@ from qupel.engine.rounds import Failed, Progress, Stopped
 from qupel.errors import UserError
 from qupel.files import write_json
 from qupel.flower.frames import Header
+from qupel.flower.processes import Process
 from qupel.flower.server import Reply, conduct, export, open_fleet
 
 log = logging.getLogger("flwr")
@@ -35,6 +36,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run or export what RUN/request.json asks for; RUN/end.json says how it ended."""
     folder, mode = Path(str(context.run_config["run"])), context.run_config["mode"]
     torch.set_num_threads(1)
+    alone(folder)
     post = FlowerPost(grid)
     began = time.monotonic()
 
@@ -54,9 +56,18 @@ def main(grid: Grid, context: Context) -> None:
     except (UserError, Failed, OSError) as e:
         ended = {"state": "failed", "message": str(e)}
     except BaseException as e:
-        write_json(folder / "end.json", {"state": "broken", "message": f"{type(e).__name__}: {e}"})
+        ended = {"state": "broken", "message": f"{type(e).__name__}: {e}"}
         raise
-    write_json(folder / "end.json", ended)
+    finally:
+        write_json(folder / "end.json", {"run": context.run_id, **ended})
+
+
+def alone(folder: Path) -> None:
+    """One server a run folder, the newest: one that has outlived its SuperLink does not go on beside it."""
+    path = folder / "server.json"
+    if path.exists():
+        Process.noted("server", path).kill()
+    Process.here("server").note(path)
 
 
 class FlowerPost:

@@ -18,7 +18,7 @@ import torch
 from qupel.errors import UserError
 from qupel.flower import frames
 from qupel.flower.client import Client
-from qupel.flower.processes import PID_FILE, Process, started
+from qupel.flower.processes import PID_FILE, Process
 from qupel.flower.task import ClientConfig, load_client
 
 
@@ -36,7 +36,7 @@ def serve(client: Client) -> None:
             listener.bind(frames.SOCKET)
         listener.listen()
         listener.settimeout(60 * config.idle_minutes)
-        Process("worker", os.getpid(), started(os.getpid()) or "").note(config.state / PID_FILE)
+        Process.here("worker").note(config.state / PID_FILE)
         while True:
             try:
                 connection, _ = listener.accept()
