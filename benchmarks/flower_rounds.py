@@ -84,10 +84,12 @@ def main() -> None:
                 found[resident].append(measure(resident, options.clients, options.rounds, Path(place) / "f"))
     size = f"{options.clients} clients, {options.rounds} rounds, {options.repeats} repeats"
     print(f"{size}, load {os.getloadavg()[0]:.1f}")
-    print("| | wall seconds a round | CPU seconds a message and client |\n|---|---|---|")
+    print("| | wall seconds a round, each repeat | CPU seconds a message and client, each repeat |\n|---|---|---|")
     for resident, name in ((True, "resident worker"), (False, "everything loaded in every round")):
-        wall, cpu = (statistics.median(values) for values in zip(*found[resident], strict=True))
-        print(f"| {name} | {wall:.1f} | {cpu:.1f} |")
+        wall, cpu = (" / ".join(f"{value:.1f}" for value in values) for values in zip(*found[resident], strict=True))
+        print(f"| {name} | {wall} | {cpu} |")
+    ratios = [statistics.median(b[k] / a[k] for a, b in zip(found[True], found[False], strict=True)) for k in (0, 1)]
+    print(f"| ratio, median of repeats | {ratios[0]:.2f} | {ratios[1]:.2f} |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Bytes and accuracy of fp32, fp16 and 8-bit uploads: the local engine with `qupel.flower.wire` in between.
 
-    python benchmarks/flower_uploads.py [CONFIG] [--seeds 0 1 2] [--workers 1]
+    python benchmarks/flower_uploads.py [CONFIG] [--set KEY=VALUE]
 
 Clients encode and the server decodes exactly as on Flower (tests/test_flower_rounds.py compares the bits), so the
 accuracies are those a federation on Flower ends with.
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args()
     config = configs.load(options.config, options.set) if options.config else configs.parse(CONFIG, "", options.set)
-    print("| upload | bytes a client a round | test accuracy, mean ± std over seeds |\n|---|---|---|")
+    print("| upload | bytes a client a round | test accuracy, mean ± std | each seed |\n|---|---|---|---|")
     kinds: list[tuple[str, Codec, bool]] = [("fp32", "fp32", True), ("fp16", "fp16", True), ("8 bits", "int8", True)]
     for name, codec, feedback in [*kinds, ("8 bits without error feedback", "int8", False)]:
         tests, sent = [], 0
@@ -72,7 +72,8 @@ def main() -> None:
             tests.append(100 * lines[-1]["test"])
             sent = max(line["upload_bytes"] for line in lines)
         spread = f"{np.mean(tests):.2f} ± {np.std(tests, ddof=1):.2f}" if len(tests) > 1 else f"{tests[0]:.2f}"
-        print(f"| {name} | {sent:,} | {spread} |", flush=True)
+        each = ", ".join(f"{test:.2f}" for test in tests)
+        print(f"| {name} | {sent:,} | {spread} | {each} |", flush=True)
 
 
 if __name__ == "__main__":

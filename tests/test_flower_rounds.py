@@ -349,6 +349,19 @@ def test_own_data_own_budget(tmp_path):
     assert json.loads((run_folder / "clients.json").read_text())["samples"] == [60, 60]
 
 
+def test_first_answers_may_fail(tmp_path, reference):
+    """On a busy machine the first message to a client may get lost: it is asked again."""
+    post = Direct(bench.clients(tmp_path))
+
+    def lose(client, header, reply):
+        lost = header["kind"] == "hello" and post.asked.count(("hello", None, client)) <= client
+        return [Reply(client, {"error": "error 5: node unavailable"})] if lost else [reply]
+
+    post.twist = lose
+    assert torch.equal(conduct(bench.request(tmp_path / "run"), post).w, reference[0])
+    assert [post.asked.count(("hello", None, i)) for i in range(3)] == [1, 2, 3]
+
+
 def test_data_of_another_kind_is_refused(tmp_path):
     np.savez(tmp_path / "own.npz", train_inputs=np.zeros((4, 3), np.float32), train_targets=[0, 1, 0, 1],
              test_inputs=np.zeros((4, 3), np.float32), test_targets=[0, 1, 0, 1])  # fmt: skip

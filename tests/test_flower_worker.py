@@ -1,9 +1,9 @@
 """The resident worker as a real process, the folder that `qupel flower init` writes, and processes that are ended."""
 
-import json
 import os
 import shutil
 import signal
+import socket
 import ssl
 import stat
 import subprocess
@@ -15,7 +15,7 @@ import pytest
 
 import flower_bench as bench
 from qupel.errors import UserError
-from qupel.flower import frames
+from qupel.flower import frames, processes
 from qupel.flower.processes import Process, end, start, started
 from qupel.flower.thin import WorkerMissing, forward
 
@@ -23,8 +23,13 @@ HELLO = {"kind": "hello", "protocol": 1, "seed": 0}
 
 
 def worker_of(state):
-    noted = json.loads((state / "worker.json").read_text())
-    return Process("worker", noted["pid"], noted["started"])
+    return Process.noted("worker", state / "worker.json")
+
+
+@pytest.fixture(autouse=True)
+def no_child_is_left():
+    yield
+    assert processes._CHILDREN == {}
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def test_a_worker_is_started_when_needed_and_outlives_questions(client):
     assert worker_of(state) == first
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
     second = subprocess.run(
-        [sys.executable, "-m", "qupel.flower.worker", str(client)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "qupel.flower.worker", str(client)], capture_output=True, text=True, timeout=600
     )
     assert second.returncode == 1
     assert "already has a worker" in second.stderr
@@ -58,7 +63,7 @@ def test_a_worker_is_started_when_needed_and_outlives_questions(client):
     asking.start()
     time.sleep(0.3)
     os.kill(first.pid, signal.SIGKILL)
-    asking.join(120)
+    asking.join(600)
     assert answers == [(reply, b"")]
     assert worker_of(state) != first
     os.kill(worker_of(state).pid, signal.SIGTERM)
@@ -69,19 +74,17 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
     path.write_text('client = 0\nbits = 2\n[data]\nname = "nowhere.npz"\n')
     with pytest.raises(WorkerMissing, match=r"nowhere.npz: no such file"):
         forward(path, HELLO, b"")
+    assert not worker_of(tmp_path / "state").alive()  # it was noted from its start: what loads for long can be ended
 
 
 def test_idle_workers_end(client):
     client.write_text("idle_minutes = 0.002\n" + client.read_text())
     state = client.parent / "state-0"
-    process = subprocess.Popen([sys.executable, "-m", "qupel.flower.worker", str(client)])
-    assert process.wait(120) == 0
+    subprocess.run([sys.executable, "-m", "qupel.flower.worker", str(client)], check=True, timeout=600)
     assert (state / "worker.json").exists()
 
 
 def test_garbage_does_not_end_a_worker(client):
-    import socket
-
     state = client.parent / "state-0"
     forward(client, HELLO, b"")
     first = worker_of(state)
@@ -92,6 +95,28 @@ def test_garbage_does_not_end_a_worker(client):
     assert "error" in frames.ask(state, {"kind": "train"}, b"x" * 10)[0]
     assert forward(client, HELLO, b"")[0]["samples"] == 20
     assert worker_of(state) == first
+
+
+def test_the_other_side_may_be_faster():
+    """On a busy machine a question is read and answered, and the connection closed, before its sender goes on."""
+    ours, theirs = socket.socketpair()
+
+    def answer():
+        with theirs:
+            frames.receive(theirs)
+            frames.send(theirs, {"pong": 1})
+
+    other = threading.Thread(target=answer)
+
+    class Preempted(socket.socket):
+        def sendall(self, data):
+            super().sendall(data)
+            other.join()
+
+    other.start()
+    with Preempted(fileno=ours.detach()) as connection:
+        frames.send(connection, {"kind": "ping"})
+        assert frames.receive(connection) == ({"pong": 1}, b"")
 
 
 def test_the_thin_side_loads_nothing_heavy():
@@ -159,8 +184,6 @@ def test_secrets_are_readable_by_their_owner_only(made):
 
 def test_certificates_verify(made):
     """Against the authority, for the server's public name and loopback, and for nothing else."""
-    import socket
-
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(made.server / "server.crt", made.server / "server.key")
     trusting = ssl.create_default_context(cafile=str(made.authority))

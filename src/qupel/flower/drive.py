@@ -41,11 +41,19 @@ def drive(
         except KeyboardInterrupt:
             control.stop(number)
             raise
-    ended = json.loads((target / "end.json").read_text())
+    ended = ending(target, number)
+    assert ended is not None
     if ended["state"] == "stopped":
         raise Stopped(ended["message"])
     if ended["state"] != "done":
         raise Failed(f"{ended['message']}; go on with --resume --name {target.name}")
+
+
+def ending(target: Path, number: int) -> dict[str, Any] | None:
+    """How the run with this number ended; None while it goes on. An older one may end late."""
+    path = target / "end.json"
+    ended = json.loads(path.read_text()) if path.exists() else {}
+    return ended if ended.get("run") == number else None
 
 
 def _follow(target: Path, at: int, control: Control, number: int) -> Iterator[dict[str, Any] | None]:
@@ -54,7 +62,7 @@ def _follow(target: Path, at: int, control: Control, number: int) -> Iterator[di
 
     path, asked = target / "progress.jsonl", time.monotonic()
     while True:
-        ended = (target / "end.json").exists()
+        ended = ending(target, number)
         if path.exists():
             with path.open() as file:
                 file.seek(at)
@@ -70,7 +78,7 @@ def _follow(target: Path, at: int, control: Control, number: int) -> Iterator[di
                 status = control.status(number)
             except httpx.HTTPError as e:
                 raise Failed(f"the SuperLink is gone ({e}); go on with --resume --name {target.name}") from None
-            if status.startswith("finished") and not (target / "end.json").exists():
+            if status.startswith("finished") and not ending(target, number):
                 raise Failed(f"the server's process ended ({status}); go on with --resume --name {target.name}")
         yield None
         time.sleep(0.2)

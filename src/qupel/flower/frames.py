@@ -21,7 +21,8 @@ _LENGTHS = struct.Struct("!QQ")
 def send(connection: socket.socket, header: Header, body: bytes = b"") -> None:
     head = json.dumps(header).encode()
     connection.sendall(_LENGTHS.pack(len(head), len(body)) + head)
-    connection.sendall(body)
+    if body:  # sending nothing is not nothing: by now the other side may have answered and left, and that is an error
+        connection.sendall(body)
 
 
 def receive(connection: socket.socket) -> tuple[Header, bytes]:

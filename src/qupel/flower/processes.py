@@ -5,6 +5,7 @@ A process is known by its id and its start: an id alone may by now belong to som
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_CHILDREN: list[subprocess.Popen[bytes]] = []  # of this process
+from qupel.files import write_json
+
+PID_FILE = "worker.json"  # of a resident worker, in its state folder
+_CHILDREN: dict[tuple[int, str], subprocess.Popen[bytes]] = {}  # of this process, by id and start, until they end
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,30 @@ class Process:
     started: str
 
     def alive(self) -> bool:
-        for child in _CHILDREN:  # a body that nobody takes away keeps its children waiting
-            child.poll()
-        return started(self.pid) == self.started
+        """Whether it runs; a child of this process lives until its body is taken away."""
+        for key, child in list(_CHILDREN.items()):  # a body that nobody takes away keeps its children waiting
+            if child.poll() is not None:
+                del _CHILDREN[key]
+        return (self.pid, self.started) in _CHILDREN or started(self.pid) == self.started
+
+    @classmethod
+    def here(cls, name: str) -> Process:
+        """This process."""
+        return cls(name, os.getpid(), started(os.getpid()) or "")
+
+    def kill(self) -> None:
+        """End this process alone, at once."""
+        while self.alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            time.sleep(0.05)
+
+    def note(self, path: Path) -> None:
+        write_json(path, {"pid": self.pid, "started": self.started})
+
+    @classmethod
+    def noted(cls, name: str, path: Path) -> Process:
+        return cls(name, **json.loads(path.read_text()))
 
 
 def started(pid: int) -> str | None:
@@ -49,8 +74,9 @@ def start(name: str, command: Sequence[str], log: Path, environment: dict[str, s
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True
         )
-    _CHILDREN.append(child)
-    return Process(name, child.pid, started(child.pid) or "")
+    process = Process(name, child.pid, started(child.pid) or "")
+    _CHILDREN[process.pid, process.started] = child
+    return process
 
 
 def end(processes: Sequence[Process], seconds: float = 10.0) -> None:

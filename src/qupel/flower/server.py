@@ -210,24 +210,28 @@ class Hello(Strict):
 
 
 def greet(post: Post, request: Request) -> dict[str, Any]:
-    """Ask the clients what they have. Those whose data are of another kind than most clients' are left out."""
+    """Ask the clients what they have, again if too few answer: they load torch and their data now. Those whose data are
+    of another kind than most clients' are left out."""
     terms = request.terms
     header = {"kind": "hello", "protocol": PROTOCOL, "seed": request.seed}
-    here = wait_for(post, range(terms.clients), terms.minimum, terms.patience)
+    limit = time.monotonic() + terms.patience
+    hellos: dict[int, Hello] = {}
+    for _ in range(TRIES):
+        here = wait_for(post, range(terms.clients), terms.minimum, terms.patience)
+        faults = {client: "no answer" for client in here if client not in hellos}
+        for reply in post.ask(header, b"", list(faults), max(1.0, limit - time.monotonic())):
+            if reply.client in faults:
+                heard = read_hello(reply)
+                if isinstance(heard, Hello):
+                    hellos[reply.client] = heard
+                    del faults[reply.client]
+                else:
+                    faults[reply.client] = heard
+        if len(hellos) >= terms.minimum or time.monotonic() > limit:
+            break
     kinds: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}  # (shape, classes) -> client -> samples
-    faults = dict.fromkeys(here, "no answer")
-    for reply in post.ask(header, b"", here, terms.patience):  # clients load torch and their data now
-        fault = fault_of(Reply(reply.client, {**reply.header, "round": 0}), 0)
-        if reply.client not in faults or fault:
-            faults |= {reply.client: fault} if fault and reply.client in faults else {}
-            continue
-        try:
-            hello = Hello.model_validate_json(json.dumps(reply.header))
-        except ValidationError as e:
-            faults[reply.client] = explain(e)
-            continue
-        del faults[reply.client]
-        kinds.setdefault((hello.shape, hello.classes), {})[reply.client] = hello.samples
+    for client, hello in hellos.items():
+        kinds.setdefault((hello.shape, hello.classes), {})[client] = hello.samples
     kind = max(kinds, key=lambda k: (len(kinds[k]), -min(kinds[k])), default=None)
     told = kinds[kind] if kind else {}
     for other in kinds.keys() - {kind}:
@@ -238,6 +242,17 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     typical = int(np.median(list(told.values())))
     samples = [told.get(i, typical) for i in range(terms.clients)]
     return {"shape": kind[0], "classes": kind[1], "samples": samples, "left_out": faults}
+
+
+def read_hello(reply: Reply) -> Hello | str:
+    """What a client has, or what is wrong with its answer."""
+    fault = fault_of(Reply(reply.client, {**reply.header, "round": 0}), 0)
+    if fault:
+        return fault
+    try:
+        return Hello.model_validate_json(json.dumps(reply.header))
+    except ValidationError as e:
+        return explain(e)
 
 
 def open_fleet(folder: Path, post: Post) -> Fleet:

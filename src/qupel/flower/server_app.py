@@ -20,12 +20,15 @@ from qupel.engine.rounds import Failed, Progress, Stopped
 from qupel.errors import UserError
 from qupel.files import write_json
 from qupel.flower.frames import Header
+from qupel.flower.processes import Process
 from qupel.flower.server import Reply, conduct, export, open_fleet
 
 log = logging.getLogger("flwr")
 app = ServerApp()
 POLL_SECONDS = 0.2
-MESSAGE_TYPES = {"hello": "query.hello", "export": "query.export"}  # the others are Flower's own: train, evaluate
+PING_SECONDS = 60.0  # of silence
+# of our questions; the others are Flower's own: train, evaluate
+MESSAGE_TYPES = {"hello": "query.hello", "ping": "query.hello", "export": "query.export"}
 
 
 @app.main()
@@ -33,6 +36,7 @@ def main(grid: Grid, context: Context) -> None:
     """Run or export what RUN/request.json asks for; RUN/end.json says how it ended."""
     folder, mode = Path(str(context.run_config["run"])), context.run_config["mode"]
     torch.set_num_threads(1)
+    alone(folder)
     post = FlowerPost(grid)
     began = time.monotonic()
 
@@ -52,13 +56,27 @@ def main(grid: Grid, context: Context) -> None:
     except (UserError, Failed, OSError) as e:
         ended = {"state": "failed", "message": str(e)}
     except BaseException as e:
-        write_json(folder / "end.json", {"state": "broken", "message": f"{type(e).__name__}: {e}"})
+        ended = {"state": "broken", "message": f"{type(e).__name__}: {e}"}
         raise
-    write_json(folder / "end.json", ended)
+    finally:
+        write_json(folder / "end.json", {"run": context.run_id, **ended})
+
+
+def alone(folder: Path) -> None:
+    """One server a run folder, the newest: one that has outlived its SuperLink does not go on beside it."""
+    path = folder / "server.json"
+    if path.exists():
+        Process.noted("server", path).kill()
+    Process.here("server").note(path)
 
 
 class FlowerPost:
-    """Questions as Flower messages. A client is known by the name its key was registered under: client-<number>."""
+    """Questions as Flower messages. A client is known by the name its key was registered under: client-<number>.
+
+    A run that ends while a SuperNode fetches a message of it, as when the server is killed, leaves that SuperNode (of
+    flwr 1.41) with an answer to nobody, and one answer behind for good: it sends what there is when the next message
+    has come, and no sooner. Hence a ping, once, to those who are silent. Starting the SuperNode again cures it.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -75,26 +93,31 @@ class FlowerPost:
         return nodes
 
     def ask(self, header: Header, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
-        limit = time.monotonic() + seconds
-        nodes = self._nodes()
-        kind = MESSAGE_TYPES.get(header["kind"], str(header["kind"]))
-        messages, owners = [], []
-        for client in clients:
-            if client in nodes:
-                content = RecordDict({"question": ConfigRecord({"header": json.dumps(header)})})
-                if body:
-                    content["arrays"] = ArrayRecord({"w": Array(np.frombuffer(body, np.float32))})
-                round = str(header.get("round", ""))
-                messages.append(Message(content, nodes[client], kind, ttl=seconds + 30, group_id=round))
-                owners.append(client)
-        waiting = dict(zip(self.grid.push_messages(messages), owners, strict=True)) if messages else {}
-        while waiting and time.monotonic() < limit:
+        begin = time.monotonic()
+        nodes = {client: node for client, node in self._nodes().items() if client in set(clients)}
+        waiting = self._push(header, body, nodes, seconds)
+        pinged = False
+        while waiting and time.monotonic() < begin + seconds:
             for message in self.grid.pull_messages(list(waiting)):
                 asked = message.metadata.reply_to_message_id
                 if asked in waiting:
                     yield read(waiting.pop(asked), message)
+            if not pinged and time.monotonic() > begin + min(PING_SECONDS, seconds / 2):
+                pinged = True
+                self._push({"kind": "ping"}, b"", {client: nodes[client] for client in waiting.values()}, seconds)
             if waiting:
                 time.sleep(POLL_SECONDS)
+
+    def _push(self, header: Header, body: bytes, nodes: dict[int, int], seconds: float) -> dict[str, int]:
+        """Send a question to these clients' nodes; number of the message -> client."""
+        kind = MESSAGE_TYPES.get(header["kind"], str(header["kind"]))
+        messages = []
+        for node in nodes.values():
+            content = RecordDict({"question": ConfigRecord({"header": json.dumps(header)})})
+            if body:
+                content["arrays"] = ArrayRecord({"w": Array(np.frombuffer(body, np.float32))})
+            messages.append(Message(content, node, kind, ttl=seconds + 30, group_id=str(header.get("round", ""))))
+        return dict(zip(self.grid.push_messages(messages), nodes, strict=True)) if messages else {}
 
 
 def read(client: int, message: Any) -> Reply:

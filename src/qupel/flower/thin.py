@@ -15,7 +15,7 @@ from pathlib import Path
 
 from qupel.flower import frames
 from qupel.flower.frames import Header
-from qupel.flower.processes import start
+from qupel.flower.processes import PID_FILE, start
 
 START_SECONDS = 300.0  # loading torch and data on a small, busy machine
 
@@ -48,6 +48,7 @@ def _start(config: Path, state: Path) -> None:
             return
         command = [sys.executable, "-m", "qupel.flower.worker", str(config.resolve())]
         process = start("worker", command, state / "worker.log", dict(os.environ))
+        process.note(state / PID_FILE)  # not later: it may have to be ended while it loads
         end = time.monotonic() + START_SECONDS
         while not _listens(state):
             if not process.alive() or time.monotonic() > end:

@@ -18,7 +18,7 @@ from qupel.errors import UserError
 from qupel.files import write_json
 from qupel.flower.control import Control, Node
 from qupel.flower.folder import LOOPBACK, Federation, flower_environment, free_port
-from qupel.flower.processes import Process, end, start
+from qupel.flower.processes import PID_FILE, Process, end, start
 
 SERVER = "superlink"
 RETRY_SECONDS = 10.0  # a node that died uncleanly is let in again only after a while
@@ -79,11 +79,8 @@ class Running:
 
     def workers(self) -> list[Process]:
         """The clients' resident workers, which their ClientApps have started."""
-        found = []
-        for path in sorted(self.federation.folder.glob("clients/*/state/worker.json")):
-            noted = json.loads(path.read_text())
-            found.append(Process(f"worker of {path.parent.parent.name}", noted["pid"], noted["started"]))
-        return found
+        paths = sorted(self.federation.folder.glob(f"clients/*/state/{PID_FILE}"))
+        return [Process.noted(f"worker of {path.parent.parent.name}", path) for path in paths]
 
 
 def up(

@@ -16,13 +16,10 @@ from pathlib import Path
 import torch
 
 from qupel.errors import UserError
-from qupel.files import write_json
 from qupel.flower import frames
 from qupel.flower.client import Client
-from qupel.flower.processes import started
+from qupel.flower.processes import PID_FILE, Process
 from qupel.flower.task import ClientConfig, load_client
-
-PID_FILE = "worker.json"
 
 
 def open_client(path: Path) -> Client:
@@ -39,7 +36,7 @@ def serve(client: Client) -> None:
             listener.bind(frames.SOCKET)
         listener.listen()
         listener.settimeout(60 * config.idle_minutes)
-        write_json(config.state / PID_FILE, {"pid": os.getpid(), "started": started(os.getpid())})
+        Process.here("worker").note(config.state / PID_FILE)
         while True:
             try:
                 connection, _ = listener.accept()
