@@ -1,5 +1,7 @@
 """A codebook says what is quantized: layer -> sorted centers. A layer that is absent is full precision, so an empty
-codebook *is* the full-precision client. Clients differ in their codebooks and in nothing else."""
+codebook *is* the full-precision client. Clients differ in their codebooks and in nothing else.
+
+A stack of clients has one codebook: x (k, d), centers (k, m). Shapes are written (..., d)."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from qupel.errors import UserError
 from qupel.flat import Layout, Slot, choose_layers
-from qupel.quantize import assign, init_centers
+from qupel.quantize import assign, init_centers, pick
 
 Plan = Mapping[str, int]  # layer -> number of centers; empty: full precision
 Codes = tuple[Tensor, ...]  # per quantized layer, the index of each weight's center
@@ -24,7 +26,7 @@ class Codebook:
     """The quantized layers' places in the vector and their centers, in the same order."""
 
     slots: tuple[Slot, ...] = ()
-    centers: tuple[Tensor, ...] = ()  # each (m,), sorted
+    centers: tuple[Tensor, ...] = ()  # each (..., m), sorted
 
     def __iter__(self) -> Iterator[tuple[Slot, Tensor]]:
         return iter(zip(self.slots, self.centers, strict=True))
@@ -36,20 +38,20 @@ class Codebook:
         return Codebook(self.slots, tuple(centers))
 
     def assign(self, x: Tensor) -> Codes:
-        return tuple(assign(x[slot.slice], c) for slot, c in self)
+        return tuple(assign(x[..., slot.slice], c) for slot, c in self)
 
     def hard(self, x: Tensor, codes: Codes | None = None) -> Tensor:
-        """Q_c(x): every weight of a quantized layer at its nearest center (d,)."""
+        """Q_c(x): every weight of a quantized layer at its nearest center (..., d)."""
         q = x.clone()
         for slot, c, k in zip(self.slots, self.centers, self.assign(x) if codes is None else codes, strict=True):
-            torch.index_select(c, 0, k, out=q[slot.slice])
+            pick(c, k, out=q[..., slot.slice])
         return q
 
     def map(self, x: Tensor, f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """x with f(layer's weights, layer's centers) in place of every quantized layer (d,)."""
+        """x with f(layer's weights, layer's centers) in place of every quantized layer (..., d)."""
         y = x.clone()
         for slot, c in self:
-            y[slot.slice] = f(x[slot.slice], c)
+            y[..., slot.slice] = f(x[..., slot.slice], c)
         return y
 
     def free(self, size: int, device: torch.device | None = None) -> Tensor:

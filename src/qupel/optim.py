@@ -1,4 +1,5 @@
-"""Optimizers of the x step, on flat vectors. Each equals torch.optim's of the same name, step for step.
+"""Optimizers of the x step, on flat vectors (d,) or stacks of them (k, d), one a client. Each equals torch.optim's of the
+same name, step for step.
 
 An optimizer is a frozen dataclass with `memory(x)`, the tensors it keeps at the start, and
 `step(x, g, memory, lr) -> (new x, new memory)`. Weight decay belongs to the x step only, never to centers or w.
@@ -54,11 +55,14 @@ class Adam:
         m, v, count = memory
         if self.weight_decay:
             g = torch.add(g, x, alpha=self.weight_decay)
-        t = int(count.item()) + 1
+        t = int(count.item()) + 1 if count.numel() == 1 else count.double() + 1  # a stack's clients may differ (k, 1)
         m = torch.lerp(m, g, 1 - self.beta1)
         v = torch.mul(v, self.beta2).addcmul_(g, g, value=1 - self.beta2)
         denominator = v.sqrt().div_((1 - self.beta2**t) ** 0.5).add_(self.eps)
-        return torch.addcdiv(x, m, denominator, value=-lr / (1 - self.beta1**t)), (m, v, count + 1)
+        size = lr / (1 - self.beta1**t)
+        if isinstance(size, Tensor):
+            return torch.addcdiv(x, m * size.to(m.dtype), denominator, value=-1), (m, v, count + 1)
+        return torch.addcdiv(x, m, denominator, value=-size), (m, v, count + 1)
 
 
 Optimizer = SGD | Adam

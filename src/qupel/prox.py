@@ -1,6 +1,6 @@
 """The regularizer of one layer, R(x, c) = 1/2 sum_k min_j |x_k - c_j|, and its proximal maps in weights and centers.
 
-Weights x (n,), centers sorted ascending (m,). The 1/2 is the paper's; code that drops it has half of our lambda.
+Weights x (n,), centers sorted ascending (m,); of a stack of clients (k, n) and (k, m), each by itself. The 1/2 is the paper's; code that drops it has half of our lambda.
 """
 
 from bisect import bisect_left
@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from qupel.errors import UserError
-from qupel.quantize import assign, boundaries, center_gradient
+from qupel.quantize import assign, boundaries, center_gradient, counts, pick
 
 RULES = ("exact", "first_order", "paper")
+
+Pull = float | Tensor  # a prox strength t; of a stack of clients also one each, float64 (k, 1)
 
 _REACH_UP_TO = 8  # centers; beyond that sorting all weights is as fast as looking around every center
 
@@ -23,42 +25,56 @@ def distance(x: Tensor, centers: Tensor, *, codes: Tensor | None = None) -> Tens
     return (x - centers.index_select(0, codes)).abs().sum() / 2
 
 
-def prox_weights(y: Tensor, centers: Tensor, t: float, *, codes: Tensor | None = None) -> Tensor:
+def prox_weights(y: Tensor, centers: Tensor, t: Pull, *, codes: Tensor | None = None) -> Tensor:
     """argmin_x |x - y|^2/2 + t R(x, c): every weight moves t/2 towards its nearest center and stops there.
 
-    Q + sign(y - Q) max(|y - Q| - t/2, 0) with Q = Q_c(y), t = eta1 lambda. (n,), (m,) -> (n,).
+    Q + sign(y - Q) max(|y - Q| - t/2, 0) with Q = Q_c(y), t = eta1 lambda. (..., n), (..., m) -> (..., n).
     codes: assign(y, centers), if at hand. A weight stays with its center, so they are the codes of the result, too.
     """
-    if t == 0:
+    if isinstance(t, float | int) and t == 0:
         return y.clone()
     codes = assign(y, centers) if codes is None else codes
-    q = centers.index_select(0, codes)  # (n,)
-    return torch.nn.functional.softshrink(y - q, t / 2).add_(q)
+    q = pick(centers, codes)  # (..., n)
+    if isinstance(t, float | int):
+        return torch.nn.functional.softshrink(y - q, t / 2).add_(q)
+    away, most = y - q, (t / 2).to(y.dtype)  # (k, n), (k, 1)
+    x = away.sub_(away.clamp(-most, most)).add_(q)
+    return torch.where(t == 0, y, x) if bool((t == 0).any()) else x
 
 
 def prox_centers(
-    mu: Tensor, centers: Tensor, x: Tensor, t: float, rule: str = "exact", *, codes: Tensor | None = None
+    mu: Tensor,
+    centers: Tensor,
+    x: Tensor,
+    t: Pull,
+    rule: str = "exact",
+    *,
+    codes: Tensor | None = None,
+    without: Tensor | None = None,
 ) -> Tensor:
-    """Prox of the centers after their gradient step mu = c - eta2 h, t = eta2 lambda; sorted. (m,), (m,), (n,) -> (m,).
+    """Prox of the centers after their gradient step mu = c - eta2 h, t = eta2 lambda; sorted.
 
-    With kappa = t/2 and S_j the weights nearest to c_j (n_j of them):
+    (..., m), (..., m), (..., n) -> (..., m). With kappa = t/2 and S_j the weights nearest to c_j (n_j of them):
     exact        argmin_c (c - mu_j)^2/2 + kappa sum_{S_j} |c - x_k|, that is the median of the 2 n_j + 1 numbers
                  {x_k : k in S_j} and {mu_j + kappa (n_j - 2k) : k = 0..n_j}; it cannot overshoot
     first_order  mu_j + kappa (#{x_k > c_j} - #{x_k < c_j}), a step along the subgradient at c
     paper        the same with the minus sign that the paper prints, which drives centers away from their weights
     A center without weights keeps mu_j.
-    codes: assign(x, centers), if at hand (the exact rule does not need it).
+    codes: assign(x, centers), if at hand. without: weights that sit on their center and pull at nothing (..., n).
     """
     if rule not in RULES:
         raise UserError(f"rule must be one of {', '.join(RULES)}, not {rule!r}")
     kappa = t / 2
-    if kappa == 0:
+    if isinstance(kappa, float) and kappa == 0:
         return mu.sort().values
-    if rule == "exact":
-        return _exact(mu, centers, x, kappa).sort().values
+    if rule == "exact" and x.ndim == 1:
+        assert isinstance(kappa, float)
+        return _exact(mu, centers, x if without is None else x[~without], kappa).sort().values
     codes = assign(x, centers) if codes is None else codes
-    side = torch.sign(x - centers.index_select(0, codes))  # (n,)
-    push = center_gradient(side.double(), codes, len(centers))  # #{x_k > c_j} - #{x_k < c_j} (m,)
+    if rule == "exact":
+        return _exact_stack(mu, x, kappa, codes, without).sort().values
+    side = torch.sign(x - pick(centers, codes))  # (..., n); 0 on a center
+    push = center_gradient(side.double(), codes, centers.shape[-1])  # #{x_k > c_j} - #{x_k < c_j} (..., m)
     sign = 1 if rule == "first_order" else -1
     return (mu + sign * kappa * push).to(mu.dtype).sort().values
 
@@ -117,3 +133,31 @@ def _minimizer(values: np.ndarray, mu: float, kappa: float, below: int, n: int) 
 
     k = bisect_left(range(len(values)), True, key=lambda k: p(k) <= values.item(k))  # values.item(k) is x_{below+k+1}
     return max(p(k), values.item(k - 1)) if k > 0 else p(k)
+
+
+def _exact_stack(mu: Tensor, x: Tensor, kappa: Pull, codes: Tensor, without: Tensor | None) -> Tensor:
+    """`_minimizer` for every center of every client at once: the same comparisons, on arrays (k, m)."""
+    size = counts(codes, mu.shape[-1])  # n_j (k, m)
+    values = x.detach().cpu().numpy()  # (k, n)
+    if without is not None:
+        size = size - center_gradient(without.long(), codes, mu.shape[-1])
+        values = np.where(without.cpu().numpy(), np.inf, values)  # behind all others
+    values = np.sort(values, axis=-1)
+    n = size.cpu().numpy()  # (k, m)
+    start = np.cumsum(n, axis=-1) - n  # clusters are intervals (k, m)
+    mean, step = mu.double().cpu().numpy(), kappa.cpu().numpy() if isinstance(kappa, Tensor) else kappa
+    client = np.arange(len(n))[:, None]  # (k, 1)
+
+    def p(k: np.ndarray) -> np.ndarray:
+        return mean + step * (n - 2 * k)
+
+    def value(k: np.ndarray) -> np.ndarray:  # x_{k+1} of each cluster, also where there is none
+        return values[client, np.clip(start + k, 0, values.shape[-1] - 1)]
+
+    low, high = np.zeros_like(n), n  # the least k with p_k <= x_{k+1} lies in low..high (k, m)
+    while (low < high).any():
+        middle = (low + high) // 2
+        found = p(middle) <= value(middle)
+        low, high = np.where(found | (low == high), low, middle + 1), np.where(found, middle, high)
+    least = np.where(low > 0, np.maximum(p(low), value(low - 1)), p(low))
+    return torch.from_numpy(least).to(mu)

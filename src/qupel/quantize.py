@@ -1,5 +1,7 @@
 """Quantizers of one layer: its weights x as a flat vector (n,), its centers sorted ascending (m,).
 
+The same of a stack of clients: weights (k, n), centers (k, m), each client by itself. Shapes are written (..., n).
+
 Hard: Q_c(x)_k = the center nearest to x_k.
 Soft: Q~_c(x)_k = c_1 + sum_{j=2..m} (c_j - c_{j-1}) sigmoid(P (x_k - (c_j + c_{j-1})/2)), a rounded staircase.
 
@@ -26,31 +28,32 @@ _BINS = 1_024  # k-means is solved exactly on at most this many bins
 
 
 def boundaries(centers: Tensor) -> Tensor:
-    """Where the nearest center changes: x belongs to a center above j exactly when x > boundary j. (m,) -> (m-1,).
+    """Where the nearest center changes: x belongs to a center above j exactly when x > boundary j. (..., m) -> (..., m-1).
 
     The midpoint of c_j and c_{j+1}, rounded down, so that comparing is exact for every representable x and a tie goes
     to the lower center. Of equal centers all weights go to the first.
     """
     half = centers.detach().cpu().numpy() / 2  # m numbers: NumPy's calls cost less than torch's
-    low, high = half[:-1], half[1:]  # (m-1,)
+    low, high = half[..., :-1], half[..., 1:]  # (..., m-1)
     middle = low + high
     shift = middle - low
     error = (low - (middle - shift)) + (high - shift)  # of low + high, exactly (Knuth's two-sum)
     middle = np.where(error < 0, np.nextafter(middle, -np.inf, dtype=half.dtype), middle)
     # No weight stops between equal centers: the next real boundary above holds for them, too.
     middle[low == high] = np.inf
-    return torch.from_numpy(np.minimum.accumulate(middle[::-1])[::-1].copy()).to(centers.device)
+    real = np.minimum.accumulate(middle[..., ::-1], axis=-1)[..., ::-1]  # (..., m-1)
+    return torch.from_numpy(real.copy()).to(centers.device)
 
 
 def assign(x: Tensor, centers: Tensor) -> Tensor:
-    """Code of every weight: argmin_j |x_k - c_j|, a tie goes to the lower center. (n,), (m,) -> (n,) int64."""
-    edges = boundaries(centers)  # (m-1,)
+    """Code of every weight: argmin_j |x_k - c_j|, a tie goes to the lower center. (..., n), (..., m) -> (..., n) int64."""
+    edges = boundaries(centers)  # (..., m-1)
     x = x.detach()
-    if x.device.type != "cpu" or not 2 <= len(centers) <= _COMPARE_UP_TO:
-        return torch.bucketize(x, edges)
+    if x.device.type != "cpu" or not 2 <= centers.shape[-1] <= _COMPARE_UP_TO:
+        return torch.searchsorted(edges, x.contiguous())
     values = x.numpy()  # NumPy compares some 8 times as fast as torch
-    first, *others = edges.tolist()
-    below = np.greater(values, first).view(np.uint8)  # boundaries below x_k (n,)
+    first, *others = np.moveaxis(edges.numpy()[..., None], -2, 0)  # each (..., 1)
+    below = np.greater(values, first).view(np.uint8)  # boundaries below x_k (..., n)
     above = np.empty(below.shape, bool)
     for edge in others:
         below += np.greater(values, edge, out=above).view(np.uint8)
@@ -58,21 +61,34 @@ def assign(x: Tensor, centers: Tensor) -> Tensor:
 
 
 def hard(x: Tensor, centers: Tensor) -> Tensor:
-    """Q_c(x): every weight becomes its nearest center. Differentiable in the centers only. (n,), (m,) -> (n,)."""
-    return centers.index_select(0, assign(x, centers))
+    """Q_c(x): every weight becomes its nearest center. Differentiable in the centers only.
+
+    (..., n), (..., m) -> (..., n).
+    """
+    return pick(centers, assign(x, centers))
+
+
+def pick(centers: Tensor, codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """The center of every code. (..., m), (..., n) -> (..., n)."""
+    if centers.ndim == 1:
+        return torch.index_select(centers, 0, codes, out=out)
+    return torch.gather(centers, -1, codes, out=out)
 
 
 def center_gradient(upstream: Tensor, codes: Tensor, m: int) -> Tensor:
-    """grad_c f(Q_c(x))_j = sum of df/dQ over the weights assigned to c_j. (n,), (n,) -> (m,).
+    """grad_c f(Q_c(x))_j = sum of df/dQ over the weights assigned to c_j. (..., n), (..., n) -> (..., m).
 
     This is the hard mode of the paper (straight-through on the centers), not the limit of `soft_gradient`, whose
     boundary terms do not vanish as P grows.
     """
-    return upstream.new_zeros(m).scatter_add_(0, codes, upstream)
+    return upstream.new_zeros(*upstream.shape[:-1], m).scatter_add_(-1, codes, upstream)
 
 
 def counts(codes: Tensor, m: int) -> Tensor:
-    """n_j, the number of weights assigned to each center. (n,) -> (m,) int64."""
+    """n_j, the number of weights assigned to each center. (..., n) -> (..., m) int64."""
+    if codes.ndim > 1:
+        first = m * torch.arange(len(codes), device=codes.device)[:, None]  # a client's codes stand apart (k, 1)
+        return torch.bincount((codes + first).flatten(), minlength=m * len(codes)).view(-1, m)
     if codes.device.type != "cpu" or m > _COMPARE_UP_TO:
         return torch.bincount(codes, minlength=m)
     small = codes.numpy().astype(np.uint8)
@@ -88,7 +104,7 @@ def dead_centers(codes: Tensor, m: int) -> Tensor:
 
 
 def steepness(centers: Tensor, sharpness: float) -> Tensor:
-    """P = sharpness / mean gap, with mean gap (c_m - c_1)/(m - 1); a constant for autograd. (m,) -> ().
+    """P = sharpness / mean gap, with mean gap (c_m - c_1)/(m - 1); a constant for autograd. (..., m) -> (..., 1).
 
     P has a meaning only relative to the gap between centers: P * gap (the sharpness) around 4 is nearest to the
     identity, 50 and more is a staircase, towards 0 the quantizer is constant. With no gap (one center, or all equal)
@@ -97,23 +113,26 @@ def steepness(centers: Tensor, sharpness: float) -> Tensor:
     if not sharpness > 0:
         raise UserError(f"sharpness must be greater than 0, not {sharpness!r}")
     centers = centers.detach()
-    span = centers[-1] - centers[0]
-    return torch.where(span > 0, sharpness * (len(centers) - 1) / span, 0.0)
+    span = centers[..., -1:] - centers[..., :1]  # (..., 1)
+    return torch.where(span > 0, sharpness * (centers.shape[-1] - 1) / span, 0.0)
 
 
 def soft_at(x: Tensor, centers: Tensor, P: Tensor | float) -> Tensor:
-    """Q~_c(x) = c_1 + sum_{j=2..m} (c_j - c_{j-1}) sigmoid(P (x - (c_j + c_{j-1})/2)). (n,), (m,) -> (n,).
+    """Q~_c(x) = c_1 + sum_{j=2..m} (c_j - c_{j-1}) sigmoid(P (x - (c_j + c_{j-1})/2)). (..., n), (..., m) -> (..., n).
 
     Differentiable in x and in the centers; as P grows it tends to `hard` away from the boundaries.
     """
-    q = centers[0].expand(x.shape)  # (n,)
-    for low, high in pairwise(centers):
+    first, *_ = columns = centers.split(1, -1)  # m times (..., 1)
+    q = first.expand(x.shape)  # (..., n)
+    for low, high in pairwise(columns):
         q = q + (high - low) * torch.sigmoid(P * (x - (high + low) / 2))
     return q
 
 
 def soft_gradient(x: Tensor, centers: Tensor, P: Tensor | float, upstream: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of f(Q~_c(x)) in x and c, given upstream = df/dQ. (n,), (m,), (n,) -> (n,), (m,).
+    """Gradients of f(Q~_c(x)) in x and c, given upstream = df/dQ.
+
+    (..., n), (..., m), (..., n) -> (..., n), (..., m).
 
     With s_j = sigmoid(P (x - (c_j + c_{j-1})/2)), j = 2..m:
         dQ~/dx   = P sum_j (c_j - c_{j-1}) s_j (1 - s_j)
@@ -122,17 +141,16 @@ def soft_gradient(x: Tensor, centers: Tensor, P: Tensor | float, upstream: Tenso
     The same as autograd through `soft_at`, without a graph and in O(n) memory.
     """
     with torch.no_grad():
-        slope = torch.zeros_like(x)  # dQ~/dx (n,)
-        grad_centers = torch.zeros_like(centers)  # (m,)
-        grad_centers[0] = upstream.sum()  # A_1
-        for j in range(1, len(centers)):
-            gap = centers[j] - centers[j - 1]
-            s = torch.sigmoid(P * (x - (centers[j] + centers[j - 1]) / 2))  # (n,)
-            bell = P * gap * s * (1 - s)  # (n,)
+        slope = torch.zeros_like(x)  # dQ~/dx (..., n)
+        grad_centers = torch.zeros_like(centers)  # (..., m)
+        grad_centers[..., 0] = upstream.sum(-1)  # A_1
+        for j, (low, high) in enumerate(pairwise(centers.split(1, -1)), 1):  # each (..., 1)
+            s = torch.sigmoid(P * (x - (high + low) / 2))  # (..., n)
+            bell = P * (high - low) * s * (1 - s)  # (..., n)
             slope += bell
-            step, edge = upstream @ s, upstream @ bell / 2
-            grad_centers[j] += step - edge  # A_j
-            grad_centers[j - 1] -= step + edge  # B_{j-1}
+            step, edge = torch.linalg.vecdot(upstream, s), torch.linalg.vecdot(upstream, bell) / 2  # (...)
+            grad_centers[..., j] += step - edge  # A_j
+            grad_centers[..., j - 1] -= step + edge  # B_{j-1}
         return upstream * slope, grad_centers
 
 

@@ -8,6 +8,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
+from qupel.prox import Pull
+
 
 @dataclass(frozen=True)
 class Clock:
@@ -80,13 +82,17 @@ def _total_ramp(eta1: Schedule, first: int, steps: int, epoch_steps: int) -> flo
     return sum(eta1(clock.time) * clock.epoch for clock in clocks)
 
 
-def half_gap(centers: Tensor) -> float:
-    """Half of the mean distance between neighbouring centers."""
-    m = len(centers)
-    return float(centers[-1] - centers[0]) / (2 * (m - 1)) if m > 1 else 0.0
+def half_gap(centers: Tensor) -> Pull:
+    """Half of the mean distance between neighbouring centers. (m,) -> a number, (k, m) -> (k, 1)."""
+    gaps = 2 * (centers.shape[-1] - 1)
+    if gaps == 0:
+        return 0.0
+    if centers.ndim == 1:
+        return float(centers[-1] - centers[0]) / gaps
+    return (centers[:, -1:] - centers[:, :1]).double() / gaps
 
 
-def weight_pull(strength: Schedule | Travel, eta1: Schedule, clock: Clock, centers: Tensor) -> float:
+def weight_pull(strength: Schedule | Travel, eta1: Schedule, clock: Clock, centers: Tensor) -> Pull:
     """t = eta1 * lambda of one step for one layer; `prox_weights` moves a weight by t/2."""
     if isinstance(strength, Schedule):
         return eta1(clock.time) * strength(clock.time)
@@ -97,7 +103,7 @@ def weight_pull(strength: Schedule | Travel, eta1: Schedule, clock: Clock, cente
 
 def travelled(strength: Schedule | Travel, eta1: Schedule, clock: Clock, centers: Tensor) -> float:
     """Prox travel of a weight up to this step, sum_t eta1 lambda(t)/2, in half-gaps of a layer with these centers."""
-    gap = half_gap(centers)
+    gap = float(half_gap(centers))
     if isinstance(strength, Schedule):
         return _total_pull(strength, eta1, clock) / (2 * gap) if gap else 0.0
     total = _total_ramp(eta1, clock.steps, clock.steps, clock.epoch_steps)
@@ -111,8 +117,8 @@ def _total_pull(strength: Schedule, eta1: Schedule, clock: Clock) -> float:
     return sum(eta1(c.time) * strength(c.time) for c in clocks)
 
 
-def center_pull(strength: Schedule | Follow, eta2: Schedule, clock: Clock, centers: Tensor, size: int) -> float:
+def center_pull(strength: Schedule | Follow, eta2: Schedule, clock: Clock, centers: Tensor, size: int) -> Pull:
     """t = eta2 * lambda_c of one step for one layer of `size` weights."""
     if isinstance(strength, Schedule):
         return eta2(clock.time) * strength(clock.time)
-    return 2 * strength.follow * half_gap(centers) * len(centers) / size
+    return 2 * strength.follow * half_gap(centers) * centers.shape[-1] / size

@@ -37,7 +37,7 @@ class BinaryRelax(Alone):
         return State(before.x, before.w, codebook, self.optimizer.memory(before.x))
 
     def _project(self, y: Tensor, codebook: Codebook) -> Codebook:
-        return codebook.with_centers(_best_centers(y[slot.slice], c) for slot, c in codebook)
+        return codebook.with_centers(_best_centers(y[..., slot.slice], c) for slot, c in codebook)
 
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
         lam = self.lam(clock.time)
@@ -52,10 +52,11 @@ class BinaryRelax(Alone):
 
 def _best_centers(y: Tensor, centers: Tensor) -> Tensor:
     """1 bit: -s, +s with s = mean |y|, the exact projection. More: the mean of each center's weights (a Lloyd step)."""
-    if len(centers) == 2:
-        s = y.abs().mean()
-        return torch.stack((-s, s))
-    codes = assign(y, centers)
-    n = counts(codes, len(centers))
-    means = center_gradient(y, codes, len(centers)) / n.clamp(min=1)
+    m = centers.shape[-1]
+    if m == 2:
+        s = y.abs().mean(-1)  # (...)
+        return torch.stack((-s, s), -1)
+    codes = assign(y, centers)  # (..., n)
+    n = counts(codes, m)  # (..., m)
+    means = center_gradient(y, codes, m) / n.clamp(min=1)
     return torch.where(n > 0, means, centers).sort().values

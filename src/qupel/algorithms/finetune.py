@@ -15,7 +15,7 @@ from qupel.algorithms.base import Batch, Deployed, Gradient, State, mean, quanti
 from qupel.codebook import Plan
 from qupel.flat import Layout
 from qupel.optim import SGD, Optimizer
-from qupel.quantize import center_gradient, counts
+from qupel.quantize import center_gradient, counts, pick
 from qupel.schedule import Clock, Schedule
 
 
@@ -51,9 +51,10 @@ class FineTune:
         codes = s.codebook.assign(s.x)  # every weight sits exactly on its center, so this is its frozen assignment
         moved = []
         for (slot, c), k in zip(s.codebook, codes, strict=True):
-            h = center_gradient(g[slot.slice], k, len(c))
+            m = c.shape[-1]
+            h = center_gradient(g[..., slot.slice], k, m)  # (..., m)
             if self.gradient == "mean":
-                h = h / counts(k, len(c)).clamp(min=1)
+                h = h / counts(k, m).clamp(min=1)
             if self.clip is not None:
                 h = h.clamp(-self.clip, self.clip)
             moved.append(c - eta2 * h)
@@ -62,9 +63,9 @@ class FineTune:
             g = g.add_(s.x - s.w, alpha=lambda_p)
         x, memory = self.optimizer.step(s.x, g, s.memory, eta1)
         for slot, c, k in zip(s.codebook.slots, moved, codes, strict=True):
-            x[slot.slice] = c[k]
+            pick(c, k, out=x[..., slot.slice])
         codebook = s.codebook.with_centers(c.sort().values for c in moved)
-        w = torch.add(s.w, (x - s.w) * s.codebook.free(len(x), x.device), alpha=share) if self.lambda_p else s.w
+        w = torch.add(s.w, (x - s.w) * s.codebook.free(x.shape[-1], x.device), alpha=share) if self.lambda_p else s.w
         return State(x, w, codebook, memory)
 
     def upload(self, state: State) -> Tensor | None:

@@ -43,7 +43,8 @@ class ProxQuant(Alone):
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
         y, memory = self.optimizer.step(s.x, gradient(s.x, batch), s.memory, self.eta1(clock.time))
         for slot, c in s.codebook:
-            y[slot.slice] = prox_weights(y[slot.slice], c, weight_pull(self.lam, self.eta1, clock, c))
+            t = weight_pull(self.lam, self.eta1, clock, c)
+            y[..., slot.slice] = prox_weights(y[..., slot.slice], c, t)
         return replace(s, x=y, memory=memory)
 
     def deployed(self, state: State) -> Deployed:

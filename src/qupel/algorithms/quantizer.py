@@ -15,8 +15,8 @@ from torch import Tensor
 from qupel.algorithms.base import Batch, Gradient
 from qupel.codebook import Codebook, Codes, Plan, start_codebook
 from qupel.flat import Layout
-from qupel.prox import prox_centers, prox_weights
-from qupel.quantize import center_gradient, counts, soft_at, soft_gradient, steepness
+from qupel.prox import Pull, prox_centers, prox_weights
+from qupel.quantize import center_gradient, counts, pick, soft_at, soft_gradient, steepness
 from qupel.schedule import Clock, Follow, Schedule, Travel, center_pull, weight_pull
 
 
@@ -53,12 +53,12 @@ class Quantizer:
         """P of a layer with centers c."""
         return steepness(c, self.sharpness) if self.P is None else self.P
 
-    def strength(self, c: Tensor, eta1: Schedule, clock: Clock) -> float:
+    def strength(self, c: Tensor, eta1: Schedule, clock: Clock) -> Pull:
         """lambda of a layer with centers c."""
         return weight_pull(self.lam, eta1, clock, c) / max(eta1(clock.time), 1e-30)
 
     def quantized(self, x: Tensor, codebook: Codebook, codes: Codes | None = None) -> Tensor:
-        """What f(Q(x)) is taken of: Q_c(x) in hard mode, Q~_c(x) in soft mode (d,)."""
+        """What f(Q(x)) is taken of: Q_c(x) in hard mode, Q~_c(x) in soft mode (..., d)."""
         if self.mode == "hard":
             return codebook.hard(x, codes)
         return codebook.map(x, lambda v, c: soft_at(v, c, self.steepness(c)))
@@ -69,7 +69,8 @@ class Quantizer:
             return g
         upstream = gradient(self.quantized(x, codebook), batch)
         for slot, c in codebook:
-            upstream[slot.slice], _ = soft_gradient(x[slot.slice], c, self.steepness(c), upstream[slot.slice])
+            part = upstream[..., slot.slice]  # (..., n)
+            part[...], _ = soft_gradient(x[..., slot.slice], c, self.steepness(c), part)
         return g + upstream
 
     def prox_weights(self, y: Tensor, codebook: Codebook, eta1: Schedule, clock: Clock) -> tuple[Tensor, Codes]:
@@ -77,28 +78,28 @@ class Quantizer:
         codes = codebook.assign(y)
         for (slot, c), k in zip(codebook, codes, strict=True):
             t = weight_pull(self.lam, eta1, clock, c)
-            y[slot.slice] = prox_weights(y[slot.slice], c, t, codes=k)
+            y[..., slot.slice] = prox_weights(y[..., slot.slice], c, t, codes=k)
         return y, codes
 
     def center_gradient(
         self, gradient: Gradient, x: Tensor, codebook: Codebook, codes: Codes, batch: Batch, clock: Clock
     ) -> Sequence[Tensor]:
-        """h = grad_c f(Q~_c(x)), one vector (m,) a layer. No pass is made where no center could move."""
+        """h = grad_c f(Q~_c(x)), (..., m) a layer. No pass is made where no center could move."""
         if not codebook or self.eta2(clock.time) == 0:
             return [torch.zeros_like(c) for c in codebook.centers]
         upstream = gradient(self.quantized(x, codebook, codes), batch)
         return [
-            self._center_gradient(x[slot.slice], c, k, upstream[slot.slice])
+            self._center_gradient(x[..., slot.slice], c, k, upstream[..., slot.slice])
             for (slot, c), k in zip(codebook, codes, strict=True)
         ]
 
     def _center_gradient(self, x: Tensor, c: Tensor, codes: Tensor, upstream: Tensor) -> Tensor:
         if self.mode == "hard":
-            h = center_gradient(upstream, codes, len(c))
+            h = center_gradient(upstream, codes, c.shape[-1])
         else:
             _, h = soft_gradient(x, c, self.steepness(c), upstream)
         if self.gradient == "mean":
-            h = h / counts(codes, len(c)).clamp(min=1)
+            h = h / counts(codes, c.shape[-1]).clamp(min=1)
         return h if self.clip is None else h.clamp(-self.clip, self.clip)
 
     def prox_centers(
@@ -111,12 +112,10 @@ class Quantizer:
                 t = eta2 * self.strength(c, eta1, clock)
             else:
                 t = center_pull(self.lam_c, self.eta2, clock, c, slot.size)
-            mu, v = c - eta2 * h_layer, x[slot.slice]
-            if self.carry:
-                on = v == c[k]
-                new = prox_centers(mu, c, v[~on], t, self.rule, codes=k[~on])
-                x[slot.slice] = torch.where(on, new[k], v)
-            else:
-                new = prox_centers(mu, c, v, t, self.rule, codes=k)
+            mu, v = c - eta2 * h_layer, x[..., slot.slice]  # (..., m), (..., n)
+            on = v == pick(c, k) if self.carry else None  # (..., n)
+            new = prox_centers(mu, c, v, t, self.rule, codes=k, without=on)
+            if on is not None:
+                x[..., slot.slice] = torch.where(on, pick(new, k), v)
             moved.append(new)
         return x, codebook.with_centers(moved)
