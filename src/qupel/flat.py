@@ -36,16 +36,21 @@ class Slot:
         return self.stop - self.start
 
     def view(self, vector: Tensor) -> Tensor:
-        """The parameter as a view of the vector (no copy).
+        """The parameter as a view of the vector (no copy); of a stack of vectors (k, d) the stack of its values.
 
         4-D weights lie in memory in channels_last order, the fast one for convolutions on CPUs; the logical order of
         their indices is the usual one.
         """
-        part = vector[self.start : self.stop]
+        part, clients = vector[..., self.start : self.stop], vector.shape[:-1]
         if len(self.shape) == 4:
             o, i, h, w = self.shape
-            return part.view(o, h, w, i).permute(0, 3, 1, 2)
-        return part.view(self.shape)
+            return part.view(*clients, o, h, w, i).movedim(-1, -3)
+        return part.view(*clients, *self.shape)
+
+    def flat(self, value: Tensor) -> Tensor:
+        """The inverse of `view`: a value of the parameter in the order of the vector (..., size)."""
+        clients = value.shape[: value.ndim - len(self.shape)]
+        return (value.movedim(-3, -1) if len(self.shape) == 4 else value).reshape(*clients, self.size)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""The gradient oracle: a module and a loss, seen as a function of one flat vector."""
+"""The gradient oracle: a module and a loss, seen as a function of one flat vector, or of a stack of them."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, vmap
 
 from qupel.flat import Layout
 
@@ -30,16 +31,13 @@ class Oracle:
     """
 
     def __init__(self, module: nn.Module, loss: Loss, dtype: torch.dtype = torch.float32) -> None:
-        self.module = copy.deepcopy(module).train()
+        self.module = _for_training(module)
         self.layout = Layout.of(self.module, dtype)
         self.values = self.layout.bind(self.module)
         named = dict(self.module.named_parameters())
         self.parameters = [named[slot.name] for slot in self.layout.slots]
         self.loss = loss
         self.loss_value = math.nan
-        for m in self.module.modules():
-            if isinstance(m, nn.modules.batchnorm._NormBase):
-                m.track_running_stats = False  # batch statistics only; and no buffer is written in the hot path
 
     def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
@@ -48,19 +46,108 @@ class Oracle:
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         self.loss_value = loss.item()
         if not math.isfinite(self.loss_value):
-            raise Diverged(f"the loss is {self.loss_value}; {self._first_bad(x)}")
-        return torch.cat([_flat(g, p) for g, p in zip(found, self.parameters, strict=True)])
-
-    def _first_bad(self, x: Tensor) -> str:
-        for slot in self.layout.slots:
-            if not torch.isfinite(x[slot.slice]).all():
-                return f"layer {slot.name!r} holds values that are not finite"
-        largest = max(self.layout.slots, key=lambda s: float(x[s.slice].abs().max()))
-        return f"largest weight {float(x[largest.slice].abs().max()):.3g} in layer {largest.name!r}"
+            raise Diverged(f"the loss is {self.loss_value}; {_first_bad(x, self.layout)}")
+        return _one_vector(found, self.parameters, self.layout)
 
 
-def _flat(gradient: Tensor | None, parameter: Tensor) -> Tensor:
-    """A gradient in the memory order of its slot (`flat.Slot.view`); zeros for a parameter the loss does not use."""
-    if gradient is None:
-        gradient = torch.zeros_like(parameter)
-    return (gradient.permute(0, 2, 3, 1) if gradient.ndim == 4 else gradient).reshape(-1)
+class StackOracle:
+    """oracle(x, batch) of k clients at once: x (k, d), inputs (k, b, ...), targets (k, b, ...) -> gradients (k, d), each
+    client's in its row and of nothing but its row.
+
+    A chain of layers known to take a stack runs as it is, one batched product a layer; any other module goes through
+    torch.func.vmap. Both refuse to draw random numbers. `loss_values` (k,) are those of the last call; `faults` says
+    what was first found at clients whose loss is not finite.
+    """
+
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        self.module = _for_training(module)
+        self.layout = Layout.of(self.module)
+        self.loss_values = torch.empty(0)
+        self.faults: dict[int, str] = {}
+        layers = _chain(self.module)
+        if all(_takes_a_stack(layer) for layer in layers):
+            names = {id(p): name for name, p in self.module.named_parameters()}
+            chain = [(layer, {own: names[id(p)] for own, p in layer.named_parameters()}) for layer in layers]
+            losses = vmap(loss, randomness="error")
+
+            def whole(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+                h = inputs  # (k, b, ...)
+                for layer, its in chain:
+                    h = _through(layer, {own: parameters[name] for own, name in its.items()}, h)
+                return losses(h, targets)
+
+            self.losses = whole  # -> (k,)
+        else:
+
+            def one(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+                return loss(functional_call(self.module, parameters, (inputs,)), targets)
+
+            self.losses = vmap(one, randomness="error")
+
+    def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, targets = batch
+        x = x.expand(len(inputs), -1)  # clients that start from one model share it
+        parameters = {slot.name: slot.view(x).detach().requires_grad_() for slot in self.layout.slots}
+        losses = self.losses(parameters, inputs, targets)  # (k,)
+        found = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+        self.loss_values = losses.detach()
+        if not bool(torch.isfinite(self.loss_values).all()):
+            for row, value in enumerate(self.loss_values.tolist()):
+                if not math.isfinite(value):
+                    self.faults.setdefault(row, f"the loss is {value}; {_first_bad(x[row], self.layout)}")
+        return _one_vector(found, list(parameters.values()), self.layout)
+
+
+def _for_training(module: nn.Module) -> nn.Module:
+    """A copy in training mode: batch statistics only, and no buffer is written in the hot path."""
+    module = copy.deepcopy(module).train()
+    for m in module.modules():
+        if isinstance(m, nn.modules.batchnorm._NormBase):
+            m.track_running_stats = False
+    return module
+
+
+def _one_vector(found: Sequence[Tensor | None], parameters: Sequence[Tensor], layout: Layout) -> Tensor:
+    """Gradients in the order of the vector (..., d); zeros for a parameter the loss does not use."""
+    pairs = zip(layout.slots, found, parameters, strict=True)
+    return torch.cat([slot.flat(torch.zeros_like(p) if g is None else g) for slot, g, p in pairs], dim=-1)
+
+
+def _first_bad(x: Tensor, layout: Layout) -> str:
+    for slot in layout.slots:
+        if not torch.isfinite(x[slot.slice]).all():
+            return f"layer {slot.name!r} holds values that are not finite"
+    largest = max(layout.slots, key=lambda s: float(x[s.slice].abs().max()))
+    return f"largest weight {float(x[largest.slice].abs().max()):.3g} in layer {largest.name!r}"
+
+
+# --- layers that take a stack (k, b, ...) ---
+
+_ELEMENTWISE = (nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid)
+
+
+def _chain(module: nn.Module) -> list[nn.Module]:
+    """The layers that a module runs one after the other: those of a Sequential, else itself."""
+    if type(module) is not nn.Sequential:
+        return [module]
+    return [layer for child in module for layer in _chain(child)]
+
+
+def _takes_a_stack(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Flatten):
+        return (layer.start_dim, layer.end_dim) == (1, -1)
+    return type(layer) is nn.Linear or type(layer) in _ELEMENTWISE
+
+
+def _through(layer: nn.Module, parameters: dict[str, Tensor], h: Tensor) -> Tensor:
+    """A layer on a stack, each client with its own parameters."""
+    if isinstance(layer, nn.Flatten):
+        return h.flatten(2)
+    if not isinstance(layer, nn.Linear):
+        return layer(h)
+    rows = h.flatten(1, -2).mT  # (k, i, rows); with W first its gradient comes in the order of W
+    if "bias" in parameters:
+        out = torch.baddbmm(parameters["bias"].unsqueeze(-1), parameters["weight"], rows)  # (k, o, rows)
+    else:
+        out = torch.bmm(parameters["weight"], rows)
+    return out.mT.unflatten(1, h.shape[1:-1])

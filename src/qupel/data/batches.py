@@ -45,12 +45,17 @@ def rows(seed: int, client: int, step: int, count: int, size: int) -> np.ndarray
     """
     if count < 1 or size < 1 or step < 0:
         raise UserError(f"batch of {size} from {count} samples at step {step}: allowed are at least 1, 1 and 0")
+    return rows_of_steps(seed, client, step, 1, count, size)[0]
+
+
+def rows_of_steps(seed: int, client: int, step: int, steps: int, count: int, size: int) -> np.ndarray:
+    """The same of `steps` batches from the `step`-th on, int64 (steps, min(size, count))."""
     size = min(size, count)
     epoch, start = divmod(step * size, count)
-    head = _order(seed, client, epoch, count)[start : start + size]
-    if len(head) < size:
-        head = np.concatenate([head, _order(seed, client, epoch + 1, count)[: size - len(head)]])
-    return head.astype(np.int64)
+    end = start + steps * size
+    stream = [_order(seed, client, epoch + k, count) for k in range(max(1, -(-end // count)))]
+    drawn = stream[0][start:end] if len(stream) == 1 else np.concatenate(stream)[start:end]
+    return drawn.astype(np.int64).reshape(steps, size)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from qupel.algorithms.base import Deployed
 from qupel.engine.job import Job
-from qupel.engine.shard import Judged, Shard, Trained
+from qupel.engine.shard import Judged, Trained
+from qupel.engine.stack import open_shard
 
 
 class Inline:
@@ -19,7 +20,7 @@ class Inline:
     state of torch's generator back."""
 
     def __init__(self, job: Job, threads: int = 1, store: str = "memory", scratch: Path | None = None) -> None:
-        self.shard = Shard(job, range(len(job.parts)), store, scratch)
+        self.shard = open_shard(job, range(len(job.parts)), store, scratch)
         self.threads = threads
 
     def __enter__(self) -> Inline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -44,6 +45,7 @@ class Job:
     transform: Transform = field(default_factory=Transform)
     names: Sequence[str] = ()
     diagnostics: Literal["off", "cheap", "full"] = "off"
+    stacked: bool = False  # clients of a process are trained in stacks (`engine.stack`), not one by one
 
     def __post_init__(self) -> None:
         if len(self.parts) != len(self.plans):
@@ -77,7 +79,7 @@ class Job:
     def rounds(self) -> int:
         return sum(p.rounds for p in self.phases)
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         if self.epoch_steps:
             return self.epoch_steps

@@ -25,7 +25,8 @@ from torch import Tensor
 from qupel.algorithms.base import Deployed, State
 from qupel.engine.group import NOTHING, Group, Lost, Message
 from qupel.engine.job import Job
-from qupel.engine.shard import Judged, Shard, Trained
+from qupel.engine.shard import Judged, Trained
+from qupel.engine.stack import open_shard
 from qupel.engine.store import Shape, flatten, read_rows, unflatten, write_rows
 from qupel.engine.workers import ROOM
 from qupel.errors import UserError
@@ -44,7 +45,7 @@ class Ranks:
         self, group: Group, job: Job, description: Description, store: str = "memory", scratch: Path | None = None
     ) -> None:
         self.group, self.job = group, job
-        self.shard = Shard(job, self._clients(0), store, scratch)
+        self.shard = open_shard(job, self._clients(0), store, scratch)
         folder = str(scratch) if scratch else None
         order = {"do": "job", "job": description, "digest": digest(job), "store": store, "scratch": folder}
         for _ in self._answers(self._order(dict.fromkeys(group.peers, order))):
@@ -276,7 +277,7 @@ class _Desk:
         folder = Path(order["scratch"]) if order["scratch"] else None
         here = folder if folder and folder.is_dir() else None  # rank 0's folder, where this machine has it
         mine = range(self.group.rank, len(job.parts), self.group.size)
-        self.shard = Shard(job, mine, order["store"], here)
+        self.shard = open_shard(job, mine, order["store"], here)
 
 
 def _record(state: State, phase: int) -> Message:

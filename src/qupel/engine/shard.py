@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qupel.algorithms.base import Deployed, State
 from qupel.codebook import mean_bits, model_bytes
-from qupel.data.batches import batch, chunks, generator, rows
+from qupel.data.batches import batch, chunks, generator, rows_of_steps
 from qupel.data.sources import Arrays
 from qupel.diagnostics import ClientLoss, Probe, Seen
 from qupel.engine.job import Job
@@ -83,9 +84,11 @@ class Shard:
         method = job.phases[phase].method
         for client in clients:
             state, losses = self.state(client, phase, w), []
+            picked = self._rows(client, round)  # (tau, b)
             try:
                 for local in range(job.local_steps):
-                    state = method.step(state, self.oracle, self._batch(client, round, local), job.clock(round, local))
+                    batch = self._batch(client, round * job.local_steps + local, picked[local])
+                    state = method.step(state, self.oracle, batch, job.clock(round, local))
                     losses.append(self.oracle.loss_value)
                 upload = method.upload(state)
                 fault = screen(upload, len(w)) or sound(state)
@@ -96,18 +99,26 @@ class Shard:
                 self.store.put(client, phase, state)
             yield Trained(client, upload if fault is None else None, mean_or_nan(losses), fault)
 
-    def _batch(self, client: int, round: int, local: int) -> tuple[Tensor, Tensor]:
+    def _rows(self, client: int, round: int) -> np.ndarray:
+        """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""
+        job, owned = self.job, self.job.parts[client].train_rows
+        return owned[
+            rows_of_steps(job.seed, client, round * job.local_steps, job.local_steps, len(owned), job.batch)
+        ]
+
+    def _batch(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         job = self.job
-        step = round * job.local_steps + local
-        owned = job.parts[client].train_rows
-        picked = owned[rows(job.seed, client, step, len(owned), job.batch)]
-        rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
         # dropout draws from torch's generator: address it, too
         seed = int(generator(job.seed, "dropout", client, step).integers(2**62))
         torch.default_generator.manual_seed(seed)
         if self.initial.device.type == "cuda":
             torch.cuda.manual_seed(seed)
-        return batch(job.data.train, picked, job.transform, rng)
+        return self._augmented(client, step, rows)
+
+    def _augmented(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+        job = self.job
+        rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
+        return batch(job.data.train, rows, job.transform, rng)
 
     def deployed(self, client: int, round: int, w: Tensor) -> Deployed:
         """The model the client would ship after `round`, w being the server's newest model."""
@@ -137,8 +148,11 @@ class Shard:
 
     def _probed(self, client: int, round: int) -> ClientLoss:
         """The client's loss for diagnostics: on all of its training data, or on the batch of its next step."""
-        full = self.job.diagnostics == "full"
-        batches = list(self.job.calibration(client, None)) if full else [self._batch(client, round + 1, 0)]
+        if self.job.diagnostics == "full":
+            batches = list(self.job.calibration(client, None))
+        else:
+            rows = self._rows(client, round + 1)[0]  # (b,)
+            batches = [self._batch(client, (round + 1) * self.job.local_steps, rows)]
         return ClientLoss(self.oracle, batches, seed=0)
 
     def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:

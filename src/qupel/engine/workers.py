@@ -25,7 +25,8 @@ from torch import Tensor
 
 from qupel.algorithms.base import Deployed
 from qupel.engine.job import Job
-from qupel.engine.shard import Judged, Shard, Trained
+from qupel.engine.shard import Judged, Trained
+from qupel.engine.stack import open_shard
 from qupel.errors import UserError
 
 ROOM = 4  # uploads that a worker may be ahead of the server
@@ -226,7 +227,7 @@ class _Desk:
         self.pipe = pipe
 
     def job(self, job: Job, mine: Sequence[int], store: str, scratch: Path | None, w: Tensor, uploads: Tensor) -> None:
-        self.shard = Shard(job, mine, store, scratch)
+        self.shard = open_shard(job, mine, store, scratch)
         self.w, self.uploads = w, uploads
         self.name = f"shard-{mine[0] if len(mine) else 'none'}"
 
