@@ -20,6 +20,7 @@ from qupel.data.batches import Transform
 from qupel.deploy.about import About
 from qupel.deploy.file import save
 from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.choice import Choice, Vectorize, settled
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import Engine, Finished, Progress, check_trainable, run
@@ -54,6 +55,7 @@ class Fit:
     global_model: nn.Module
     metrics: list[dict[str, Any]]
     names: list[str]
+    engine: Choice  # whether clients were trained in stacks, and why
 
     @property
     def test(self) -> list[float]:
@@ -86,7 +88,9 @@ def fit(
     sample: float = 1.0,
     weighted: bool = False,
     evaluate_every: int = 10,
+    evaluate_sample: float = 1.0,
     diagnostics: Literal["off", "cheap", "full"] = "off",
+    vectorize: Vectorize = "auto",
     workers: int = 1,
     out: str | Path | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
@@ -98,7 +102,9 @@ def fit(
     method:   a recipe (`qupel methods`), or phases of your own.
     bits:     for all clients or one entry each: 1 to 8, 32 for full precision, or a table layer -> bits.
     loss:     (outputs, targets) -> mean loss; cross entropy for int targets and mean squared error for float ones.
+    evaluate_sample: share of the clients that are judged on the way; at the end of a phase all are.
     diagnostics: measure what the theorems speak of at every evaluation (docs/theory.md).
+    vectorize: clients trained in stacks: "on", "off", or "auto", where a quick look says that it pays.
     workers:  more than 1: that many processes; model and loss must then be importable (not defined in a notebook).
     out:      a folder for checkpoints: a fit that is killed goes on from there when called again.
     """
@@ -124,6 +130,7 @@ def fit(
         sample=sample,
         weighted=weighted,
         evaluate_every=evaluate_every,
+        evaluate_sample=evaluate_sample,
         transform=Transform.of(data),
         names=[p.name or f"client {i}" for i, p in enumerate(people)],
         diagnostics=diagnostics,
@@ -134,12 +141,13 @@ def fit(
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
         checkpoints = Checkpoints(Path(out), _fingerprint(job))
+    job, choice = settled(job, vectorize, Path(out) if out is not None else None)
     if workers > 1:
         with Pool(workers) as pool:
             engine: Engine = Workers(pool, job)
-            return _collect(job, engine, run(job, engine, checkpoints=checkpoints, watch=watch))
+            return _collect(job, engine, run(job, engine, checkpoints=checkpoints, watch=watch), choice)
     with Inline(job) as engine:
-        return _collect(job, engine, run(job, engine, checkpoints=checkpoints, watch=watch))
+        return _collect(job, engine, run(job, engine, checkpoints=checkpoints, watch=watch), choice)
 
 
 def _client(arrays: Sequence[Array], i: int) -> Client:
@@ -194,7 +202,7 @@ def _fingerprint(job: Job) -> str:
     return digest.hexdigest()[:16]
 
 
-def _collect(job: Job, engine: Engine, finished: Finished) -> Fit:
+def _collect(job: Job, engine: Engine, finished: Finished, choice: Choice) -> Fit:
     judge, models, codebooks = Judge(job.module, job.loss), [], []
     for client in range(len(job.parts)):
         deployed = engine.deployed(job.rounds - 1, finished.w, client)
@@ -202,4 +210,4 @@ def _collect(job: Job, engine: Engine, finished: Finished) -> Fit:
         codebooks.append(deployed.codebook)
     whole = copy.deepcopy(job.module)
     Layout.of(whole).load(whole, finished.w)
-    return Fit(models, codebooks, whole, finished.lines, list(job.names))
+    return Fit(models, codebooks, whole, finished.lines, list(job.names), choice)

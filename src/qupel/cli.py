@@ -48,6 +48,11 @@ BadUpload = Annotated[
     typer.Option(help="a client sends what cannot be used: leave it out of the round, or end the run"),
 ]
 
+Vectorize = Annotated[
+    Literal["auto", "on", "off"] | None,
+    typer.Option(help="train clients in stacks; auto: where a quick measurement says that it pays (the default)"),
+]
+
 DEMO = """
 seeds = [0, 1, 2]
 bits = [2, 3]
@@ -95,9 +100,10 @@ def run(
     engine: Engine = None,
     rank_timeout: RankTimeout = None,
     diagnostics: Diagnostics = None,
+    vectorize: Vectorize = None,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
-    given = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics}
+    given = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics, "vectorize": vectorize}
     overrides = [*(set or []), *(f"{key}={value}" for key, value in given.items() if value)]
     with _crew(engine, workers, rank_timeout) as (workers, start):
         _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, device, tensorboard)
@@ -209,6 +215,11 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
     for text in (note, said.strip()):
         if text:
             out.print(text)
+    engines = {r["label"]: r["engine"] for r in results if "engine" in r}
+    for label, engine in engines.items():
+        if engine["stacked"] or engine["ratio"]:
+            how = "in stacks" if engine["stacked"] else "one by one"
+            out.print(f"[dim]{label}: clients trained {how}; {engine['why']}[/dim]")
     if not one:
         out.print(f"[dim]gain: {rows[0].label} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
     figures.comparison_picture(results, rows, folder / "summary.png")

@@ -153,9 +153,11 @@ class Config(Strict):
     sample: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
     weighted: bool = Field(False, description="server mean weighted by training samples")
     evaluate_every: int = Field(10, ge=1)
+    evaluate_sample: float = Field(1.0, gt=0, le=1, description="share of the clients judged; at a phase's end all")
     checkpoint_every: int = Field(0, ge=0, description="rounds; 0: with every evaluation")
     on_bad_upload: Literal["refuse", "stop"] = "refuse"
     store: Literal["memory", "disk"] = "memory"
+    vectorize: Literal["auto", "on", "off"] = Field("auto", description="clients of a process trained in stacks")
     save_models: bool = True
     diagnostics: Literal["off", "cheap", "full"] = "off"
     methods: dict[str, MethodConfig]

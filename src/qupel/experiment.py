@@ -38,6 +38,7 @@ from qupel.deploy.budget import Planner, parse_size
 from qupel.deploy.file import load, save
 from qupel.engine import ranks
 from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.choice import RECORD, settled
 from qupel.engine.group import Group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
@@ -149,6 +150,7 @@ def assemble(
         sample=config.sample,
         weighted=config.weighted,
         evaluate_every=config.evaluate_every,
+        evaluate_sample=config.evaluate_sample,
         checkpoint_every=config.checkpoint_every,
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
         transform=Transform.of(data, augment=config.data.augment),
@@ -210,15 +212,18 @@ def engine_for(
 ) -> Iterator[Engine]:
     """One client: this process with all threads. Several: the crew's single-threaded processes, or this one.
 
-    warmup: the job is only the first phase of the cell's.
+    warmup: the job is only the first phase of the cell's. Whether clients are stacked is settled here, once for all
+    processes.
     """
+    job, _ = settled(job, config.vectorize, folder)
     if crew is None:
         with Inline(job, workers if len(job.parts) == 1 else 1, config.store, folder) as engine:
             yield engine
     elif isinstance(crew, Pool):
         yield Workers(crew, job, config.store, folder)
     else:
-        description = {"config": configs.write(config), "label": cell.label, "seed": cell.seed, "warmup": warmup}
+        description = {"config": configs.write(config), "label": cell.label, "seed": cell.seed}
+        description |= {"warmup": warmup, "stacked": job.stacked}
         with ranks.Ranks(crew, job, description, config.store, folder) as engine:
             yield engine
 
@@ -228,7 +233,7 @@ def serve(group: Group) -> None:
 
     def build(description: ranks.Description) -> Job:
         job = build_job(configs.read(description["config"]), Cell(description["label"], description["seed"]))
-        return warmup_of(job) if description["warmup"] else job
+        return replace(warmup_of(job) if description["warmup"] else job, stacked=description["stacked"])
 
     ranks.serve(group, build)
 
@@ -328,7 +333,9 @@ def open_folder(out: Path, config: Config, resume: bool) -> None:
         if known.exists():
             if not resume:
                 raise UserError(f"{out} already holds a run; add --resume to go on with it, or give another --out")
-            if json.loads(known.read_text()) != described:
+            before = json.loads(known.read_text())
+            unknown = {key: Config.model_fields[key].default for key in described if key not in before}
+            if {**before, **unknown} != described:  # what an older version did not know has its default
                 raise UserError(f"{out} was made with another config; resume it with that one, or give another --out")
         elif any(out.iterdir()):
             raise UserError(f"{out} is not empty and holds no run; give another --out")
@@ -384,6 +391,7 @@ def run_cell(
         "seconds": finished.lines[-1]["seconds"] if begin is None else time.monotonic() - began,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {**machine(), "device": device_name(device)},
+        "engine": json.loads((folder / RECORD).read_text()),
         "data_note": job.data.note,
         "lines": finished.lines,
     }

@@ -1,5 +1,5 @@
-"""Optimizers of the x step, on flat vectors (d,) or stacks of them (k, d), one a client. Each equals torch.optim's of the
-same name, step for step.
+"""Optimizers of the x step, on flat vectors (d,) or stacks of them (k, d), one a client. Each equals torch.optim's of
+the same name, step for step.
 
 An optimizer is a frozen dataclass with `memory(x)`, the tensors it keeps at the start, and
 `step(x, g, memory, lr) -> (new x, new memory)`. Weight decay belongs to the x step only, never to centers or w.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
+from torch.nn import functional as F
 
 from qupel.flat import Layout
 
@@ -51,8 +52,8 @@ class Oracle:
 
 
 class StackOracle:
-    """oracle(x, batch) of k clients at once: x (k, d), inputs (k, b, ...), targets (k, b, ...) -> gradients (k, d), each
-    client's in its row and of nothing but its row.
+    """oracle(x, batch) of k clients at once: x (k, d), inputs (k, b, ...), targets (k, b, ...) -> gradients (k, d),
+    each client's in its row and of nothing but its row.
 
     A chain of layers known to take a stack runs as it is, one batched product a layer; any other module goes through
     torch.func.vmap. Both refuse to draw random numbers. `loss_values` (k,) are those of the last call; `faults` says
@@ -68,7 +69,7 @@ class StackOracle:
         if all(_takes_a_stack(layer) for layer in layers):
             names = {id(p): name for name, p in self.module.named_parameters()}
             chain = [(layer, {own: names[id(p)] for own, p in layer.named_parameters()}) for layer in layers]
-            losses = vmap(loss, randomness="error")
+            losses = _cross_entropies if loss is F.cross_entropy else vmap(loss, randomness="error")
 
             def whole(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
                 h = inputs  # (k, b, ...)
@@ -151,3 +152,14 @@ def _through(layer: nn.Module, parameters: dict[str, Tensor], h: Tensor) -> Tens
     else:
         out = torch.bmm(parameters["weight"], rows)
     return out.mT.unflatten(1, h.shape[1:-1])
+
+
+_each_cross_entropy = vmap(F.cross_entropy, randomness="error")
+
+
+def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each client's mean cross entropy (k,); vmap's own way to labels (k, b) calls some 20 functions more."""
+    if targets.ndim > 2 or outputs.ndim > 3:
+        return _each_cross_entropy(outputs, targets)
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")  # (k b,); 0 where it is ignored
+    return each.unflatten(0, targets.shape).sum(1) / (targets != -100).sum(1)

@@ -1,6 +1,7 @@
 """The regularizer of one layer, R(x, c) = 1/2 sum_k min_j |x_k - c_j|, and its proximal maps in weights and centers.
 
-Weights x (n,), centers sorted ascending (m,); of a stack of clients (k, n) and (k, m), each by itself. The 1/2 is the paper's; code that drops it has half of our lambda.
+Weights x (n,), centers sorted ascending (m,); of a stack of clients (k, n) and (k, m), each by itself. The 1/2 is the
+paper's; code that drops it has half of our lambda.
 """
 
 from bisect import bisect_left
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qupel.errors import UserError
-from qupel.quantize import assign, boundaries, center_gradient, counts, pick
+from qupel.quantize import assign, boundaries, center_gradient, pick
 
 RULES = ("exact", "first_order", "paper")
 
@@ -60,19 +61,18 @@ def prox_centers(
     first_order  mu_j + kappa (#{x_k > c_j} - #{x_k < c_j}), a step along the subgradient at c
     paper        the same with the minus sign that the paper prints, which drives centers away from their weights
     A center without weights keeps mu_j.
-    codes: assign(x, centers), if at hand. without: weights that sit on their center and pull at nothing (..., n).
+    codes: assign(x, centers), if at hand (the exact rule does not need it). without: weights that sit on their center and pull at nothing (..., n).
     """
     if rule not in RULES:
         raise UserError(f"rule must be one of {', '.join(RULES)}, not {rule!r}")
     kappa = t / 2
     if isinstance(kappa, float) and kappa == 0:
         return mu.sort().values
-    if rule == "exact" and x.ndim == 1:
-        assert isinstance(kappa, float)
+    if rule == "exact" and isinstance(kappa, float) and x.ndim == 1:
         return _exact(mu, centers, x if without is None else x[~without], kappa).sort().values
-    codes = assign(x, centers) if codes is None else codes
     if rule == "exact":
-        return _exact_stack(mu, x, kappa, codes, without).sort().values
+        return _exact_stack(mu, centers, x, kappa, without).sort().values
+    codes = assign(x, centers) if codes is None else codes
     side = torch.sign(x - pick(centers, codes))  # (..., n); 0 on a center
     push = center_gradient(side.double(), codes, centers.shape[-1])  # #{x_k > c_j} - #{x_k < c_j} (..., m)
     sign = 1 if rule == "first_order" else -1
@@ -135,16 +135,15 @@ def _minimizer(values: np.ndarray, mu: float, kappa: float, below: int, n: int) 
     return max(p(k), values.item(k - 1)) if k > 0 else p(k)
 
 
-def _exact_stack(mu: Tensor, x: Tensor, kappa: Pull, codes: Tensor, without: Tensor | None) -> Tensor:
+def _exact_stack(mu: Tensor, centers: Tensor, x: Tensor, kappa: Pull, without: Tensor | None) -> Tensor:
     """`_minimizer` for every center of every client at once: the same comparisons, on arrays (k, m)."""
-    size = counts(codes, mu.shape[-1])  # n_j (k, m)
-    values = x.detach().cpu().numpy()  # (k, n)
     if without is not None:
-        size = size - center_gradient(without.long(), codes, mu.shape[-1])
-        values = np.where(without.cpu().numpy(), np.inf, values)  # behind all others
-    values = np.sort(values, axis=-1)
-    n = size.cpu().numpy()  # (k, m)
-    start = np.cumsum(n, axis=-1) - n  # clusters are intervals (k, m)
+        x = x.masked_fill(without, torch.inf)  # behind all others
+    values = np.sort(x.detach().cpu().numpy(), axis=-1)  # (k, n)
+    ends = np.isfinite(values).sum(-1, keepdims=True) if without is not None else np.full((len(x), 1), x.shape[-1])
+    cuts = torch.searchsorted(torch.from_numpy(values), boundaries(centers).cpu(), right=True).numpy()  # (k, m-1)
+    cuts = np.concatenate([np.zeros_like(ends), np.minimum(cuts, ends), ends], axis=-1)  # clusters are intervals
+    start, n = cuts[:, :-1], np.diff(cuts)  # (k, m)
     mean, step = mu.double().cpu().numpy(), kappa.cpu().numpy() if isinstance(kappa, Tensor) else kappa
     client = np.arange(len(n))[:, None]  # (k, 1)
 

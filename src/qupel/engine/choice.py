@@ -19,6 +19,7 @@ from qupel.files import write_json
 from qupel.flat import Layout
 
 Vectorize = Literal["auto", "on", "off"]
+RECORD = "engine.json"
 
 LEAST = 32  # clients in a round from which `auto` looks at all: with fewer the bits stay those of the loop
 FEWEST = 4  # clients in a stack: of larger models one step is work enough
@@ -56,8 +57,8 @@ def choose(job: Job, setting: Vectorize) -> Choice:
 
 
 def settled(job: Job, setting: Vectorize, folder: Path | None) -> tuple[Job, Choice]:
-    """The job as it will run. The choice is kept in <folder>/engine.json: who resumes gets the same bits."""
-    record = folder / "engine.json" if folder else None
+    """The job as it will run. The choice is kept in <folder>/engine.json: a resumed run gets the same bits."""
+    record = folder / RECORD if folder else None
     if record and record.exists():
         choice = Choice(**json.loads(record.read_text()))
     else:

@@ -40,6 +40,7 @@ class Job:
     sample: float = 1.0  # share of the clients that take part in a round
     weighted: bool = False  # server mean weighted by training samples
     evaluate_every: int = 10  # rounds; the last round of a phase is always evaluated
+    evaluate_sample: float = 1.0  # share of the clients that are judged; at the end of a phase all are
     checkpoint_every: int = 0  # rounds; 0: with every evaluation
     on_bad_upload: Literal["refuse", "stop"] = "refuse"
     transform: Transform = field(default_factory=Transform)
@@ -50,8 +51,9 @@ class Job:
     def __post_init__(self) -> None:
         if len(self.parts) != len(self.plans):
             raise UserError(f"{len(self.parts)} clients but {len(self.plans)} plans of bits")
-        if not 0 < self.sample <= 1:
-            raise UserError(f"sample = {self.sample}: allowed is a share above 0 up to 1")
+        for name, value in (("sample", self.sample), ("evaluate_sample", self.evaluate_sample)):
+            if not 0 < value <= 1:
+                raise UserError(f"{name} = {value}: allowed is a share above 0 up to 1")
         for i, part in enumerate(self.parts):
             if len(part.train_rows) == 0:
                 raise UserError(f"{self.name(i)} has no training data")
@@ -107,6 +109,15 @@ class Job:
             return list(range(n))
         size = max(1, int(self.sample * n + 0.5))
         return sorted(generator(self.seed, "cohort", round).choice(n, size, replace=False).tolist())
+
+    def judged(self, round: int) -> Sequence[int]:
+        """The clients that are judged after a round: the same at every look, so that rounds can be compared."""
+        phase, within = self.locate(round)
+        n = len(self.parts)
+        if self.evaluate_sample >= 1 or within == self.phases[phase].rounds - 1:
+            return range(n)
+        size = max(1, int(self.evaluate_sample * n + 0.5))
+        return sorted(generator(self.seed, "judged").choice(n, size, replace=False).tolist())
 
     def share(self, client: int) -> float:
         return float(len(self.parts[client].train_rows)) if self.weighted else 1.0

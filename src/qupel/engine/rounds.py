@@ -98,7 +98,7 @@ def run(
         last = within == job.phases[phase].rounds - 1
         line = None
         if last or (round + 1) % job.evaluate_every == 0:
-            judged = sorted(engine.evaluate(round, w, range(len(job.parts))), key=lambda j: j.client)
+            judged = sorted(engine.evaluate(round, w, job.judged(round)), key=lambda j: j.client)
             line = metrics(job, round, judged, mean_or_nan(since.losses), since.refused, sent)
             if job.diagnostics != "off":
                 line["diagnostics"] = diagnostics.summary(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qupel.algorithms.base import Deployed, State
-from qupel.codebook import mean_bits, model_bytes
+from qupel.codebook import Plan, mean_bits, model_bytes
 from qupel.data.batches import batch, chunks, generator, rows_of_steps
 from qupel.data.sources import Arrays
 from qupel.diagnostics import ClientLoss, Probe, Seen
@@ -62,6 +62,7 @@ class Shard:
         self.layout = self.oracle.layout
         self.judge = Judge(job.module, job.loss)
         self.initial = self.layout.flatten(job.module)
+        self.starts: dict[Any, tuple[Tensor, State]] = {}  # phase and plan -> a model, what `_start` made of it
         self.store: Store = DiskStore(self.layout, scratch) if store == "disk" else MemoryStore(self.layout)
 
     def state(self, client: int, phase: int, w: Tensor) -> State:
@@ -74,8 +75,20 @@ class Shard:
         for k in range(at + 1, phase + 1):
             method = job.phases[k].method
             # A state that comes from no phase starts from the initial model, as every client does.
-            state = method.receive(method.start(state, job.plans[client], self.layout), w)
+            state = method.receive(self._start(k, state, job.plans[client]), w)
         return state
+
+    def _start(self, phase: int, before: State, plan: Plan) -> State:
+        """The method's `start`. Many clients come with one and the same model, from FedAvg or from nowhere: what it
+        becomes (k-means takes longer than many steps) is made once a plan."""
+        method = self.job.phases[phase].method
+        if before.x is not before.w or before.codebook:
+            return method.start(before, plan, self.layout)
+        key = (phase, *plan.items())
+        source, _ = self.starts.get(key, (None, None))
+        if source is not before.x:
+            self.starts[key] = before.x, method.start(before, plan, self.layout)
+        return self.starts[key][1]
 
     def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
         """tau local steps at each of these clients. A client that fails keeps the state it had before the round."""
@@ -102,9 +115,7 @@ class Shard:
     def _rows(self, client: int, round: int) -> np.ndarray:
         """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""
         job, owned = self.job, self.job.parts[client].train_rows
-        return owned[
-            rows_of_steps(job.seed, client, round * job.local_steps, job.local_steps, len(owned), job.batch)
-        ]
+        return owned[rows_of_steps(job.seed, client, round * job.local_steps, job.local_steps, len(owned), job.batch)]
 
     def _batch(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         job = self.job

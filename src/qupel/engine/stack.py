@@ -1,8 +1,8 @@
 """Clients of one process trained in stacks: states (k, d), one call of `step` for all of them.
 
-The methods' own functions run on a stack as on one client, so there is no second copy of a formula. A stack holds clients
-whose states have the same shape and whose batches have the same size; sums are taken in another order than one by one,
-so the last bits differ. Small models gain, because a step of theirs is mostly the cost of calling.
+The methods' own functions run on a stack as on one client, so there is no second copy of a formula. A stack holds
+clients whose states have the same shape and whose batches have the same size; sums are taken in another order than one
+by one, so the last bits differ. Small models gain, because a step of theirs is mostly the cost of calling.
 """
 
 from __future__ import annotations
