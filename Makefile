@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types check bench clean
+.PHONY: demo test test-slow lint types check bench bench-quick clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "QuPeL needs Python 3.11 or newer: make PYTHON=python3.11 demo"; exit 2; }
@@ -35,6 +35,9 @@ bench:
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	.venv-bench/bin/python benchmarks/peers --out docs/results
+
+bench-quick: $(STAMP)
+	$(BIN)/python benchmarks/quick.py
 
 clean:
 	rm -rf $(VENV) .venv-bench build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

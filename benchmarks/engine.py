@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -55,28 +56,35 @@ def job_of(module: nn.Module, shape: tuple[int, ...], clients: int, method: FedA
     )
 
 
-def rounds_against_passes(repeats: int) -> None:
+def round_ratio(
+    method: FedAvg | QuPeL, passes: int, repeats: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """A round of the 5-layer CNN / as many bare passes as its steps need."""
     torch.set_num_threads(1)
     module = models.build("cnn5", (3, 32, 32), 10, seed=0).to(memory_format=torch.channels_last)
     inputs = torch.randn(BATCH, 3, 32, 32).to(memory_format=torch.channels_last)
     targets = torch.randint(0, 10, (BATCH,))
+    job = job_of(module, (3, 32, 32), CLIENTS, method, STEPS)
+    w = Layout.of(module).flatten(module)
+    took: dict[str, list[float]] = {"round": [], "passes": []}
+    with Inline(job) as engine:
+        for k in range(repeats + 1):
+            start = clock()
+            w, *_ = one_round(job, engine, k, w)
+            middle = clock()
+            for _ in range(CLIENTS * STEPS * passes):
+                module.zero_grad(set_to_none=True)
+                nn.functional.cross_entropy(module(inputs), targets).backward()
+            end = clock()
+            if k:
+                took["round"].append(middle - start)
+                took["passes"].append(end - middle)
+    return statistics.median(took["round"]) / statistics.median(took["passes"])
+
+
+def rounds_against_passes(repeats: int) -> None:
     for method, passes in ((FedAvg(), 1), (QuPeL(), 2)):
-        job = job_of(module, (3, 32, 32), CLIENTS, method, STEPS)
-        w = Layout.of(module).flatten(module)
-        took: dict[str, list[float]] = {"round": [], "passes": []}
-        with Inline(job) as engine:
-            for k in range(repeats + 1):
-                start = time.perf_counter()
-                w, *_ = one_round(job, engine, k, w)
-                middle = time.perf_counter()
-                for _ in range(CLIENTS * STEPS * passes):
-                    module.zero_grad(set_to_none=True)
-                    nn.functional.cross_entropy(module(inputs), targets).backward()
-                end = time.perf_counter()
-                if k:
-                    took["round"].append(middle - start)
-                    took["passes"].append(end - middle)
-        ratio = statistics.median(took["round"]) / statistics.median(took["passes"])
+        ratio = round_ratio(method, passes, repeats)
         print(f"{method.method:8} round / its {passes * CLIENTS * STEPS} bare passes, cnn5: {ratio:.3f}", flush=True)
 
 

@@ -45,7 +45,7 @@ class Slot:
         if len(self.shape) == 4:
             o, i, h, w = self.shape
             return part.view(*clients, o, h, w, i).movedim(-1, -3)
-        return part.view(*clients, *self.shape)
+        return part.view((*clients, *self.shape))
 
     def flat(self, value: Tensor) -> Tensor:
         """The inverse of `view`: a value of the parameter in the order of the vector (..., size)."""

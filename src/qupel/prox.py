@@ -61,7 +61,8 @@ def prox_centers(
     first_order  mu_j + kappa (#{x_k > c_j} - #{x_k < c_j}), a step along the subgradient at c
     paper        the same with the minus sign that the paper prints, which drives centers away from their weights
     A center without weights keeps mu_j.
-    codes: assign(x, centers), if at hand (the exact rule does not need it). without: weights that sit on their center and pull at nothing (..., n).
+    codes: assign(x, centers), if at hand (the exact rule does not need it).
+    without: weights that sit on their center and do not pull at it (..., n).
     """
     if rule not in RULES:
         raise UserError(f"rule must be one of {', '.join(RULES)}, not {rule!r}")
