@@ -90,6 +90,33 @@ def test_workers_with_the_disk_store_give_the_same_bits(pools, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_workers_train_in_stacks(pools):
+    """Two workers stack other clients together than one process does: the last bits may differ, the models do not."""
+    job = make_job(recipe(), sizes=SIZES)
+    reference, models = run_inline(job)
+    finished, others = on_workers(pools[2], replace(job, stacked=True))
+    torch.testing.assert_close(finished.w, reference.w, atol=1e-5, rtol=1e-4)
+    for one, other in zip(models, others, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_some_clients_are_judged_on_the_way_and_all_at_the_end_of_a_phase():
+    job = make_job(recipe(), sizes=(12,) * 8, evaluate_every=1)
+    all_judged, _ = run_inline(job)
+    some, _ = run_inline(replace(job, evaluate_sample=0.25))
+    assert torch.equal(all_judged.w, some.w)
+    for whole, part in zip(all_judged.lines, some.lines, strict=True):
+        scores = whole["clients"]["test"]
+        if part["round"] in (2, 6, 8):
+            assert part["clients"]["test"] == scores
+        else:
+            chosen = part["clients"]["number"]
+            assert len(chosen) == 2
+            assert part["clients"]["test"] == [scores[i] for i in chosen]
+    with pytest.raises(UserError, match="evaluate_sample = 0"):
+        replace(job, evaluate_sample=0)
+
+
 def test_more_workers_than_clients(pools):
     job = make_job(recipe(1, 1, 1), sizes=(12, 6))
     reference, models = run_inline(job)

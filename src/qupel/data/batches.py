@@ -28,7 +28,8 @@ def generator(seed: int, purpose: str, *address: int) -> np.random.Generator:
         if not 0 <= number < 2**64:
             raise UserError(f"seed or address {number} of {purpose!r}: allowed are 0 to 2^64 - 1")
         words += (int(number) & 0xFFFFFFFF, int(number) >> 32)
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(words)))
+    entropy = np.array(words, np.uint32)  # a list would be converted word by word
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(entropy)))
 
 
 @lru_cache(maxsize=128)

@@ -92,7 +92,10 @@ def _disagreement(job: Job) -> str | None:
     try:
         found = many.stack_oracle(x, batches)  # (2, d)
     except Exception as e:  # whatever a user's module raises under vmap
-        return f"the model or the loss does not work in a stack: {str(e).strip().splitlines()[0] if str(e) else e!r}"
+        said = str(e)
+        if "random operation" in said:
+            return "the model or the loss draws random numbers, as dropout does"
+        return f"the model or the loss does not work in a stack: {said.split('. ')[0] or repr(e)}"
     for i, own in enumerate(zip(*batches, strict=True)):
         expected = one.oracle(x, own)
         if not float((found[i] - expected).abs().max()) <= 1e-3 * float(expected.abs().max()):
