@@ -108,7 +108,19 @@ def test_ranks_give_the_bits_of_one_process(two, label, changes, tmp_path):
     assert len({len(m) for m in models}) == 3  # bits differ
     assert same(models, others)
     assert timeless(finished.lines) == timeless(reference.lines)
-    assert list(tmp_path.iterdir()) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["engine.json"]
+
+
+def test_ranks_train_in_stacks_when_rank_0_says_so(two, tmp_path):
+    config = configs.parse(CONFIG, "c", ["vectorize=on", "model.name=mlp"])
+    cell = experiment.Cell("QuPeL", config.seeds[0])
+    job = experiment.build_job(config, cell)
+    reference, models = run_inline(job)
+    finished, others = on_ranks(two, config, cell, job, tmp_path)
+    torch.testing.assert_close(finished.w, reference.w, atol=1e-4, rtol=1e-3)
+    for one, other in zip(models, others, strict=True):
+        assert float((one - other).abs().mean()) < 1e-4  # a weight may take another center
+    assert json.loads((tmp_path / "engine.json").read_text())["stacked"]
 
 
 def test_rank_0_gives_generator_and_threads_back(two, tmp_path):

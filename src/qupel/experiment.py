@@ -2,7 +2,7 @@
 
 RUN/config.json                  the whole config
 RUN/shared/...                   what cells share: the FedAvg warm-up of equal recipes, trained once a seed
-RUN/cells/<label>-s<seed>/       metrics.jsonl, checkpoints/ while running, result.json when done, models/
+RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/
 RUN/summary.json, summary.md     the comparison
 """
 
