@@ -26,7 +26,7 @@ from qupel.errors import UserError
 from qupel.optim import SGD, Adam
 from qupel.oracle import Oracle, StackOracle
 from qupel.prox import RULES, prox_centers, prox_weights
-from qupel.quantize import assign, center_gradient, counts, hard, pick, soft, soft_gradient, steepness
+from qupel.quantize import assign, center_gradient, counts, hard, pick, soft_at, soft_gradient, steepness
 from qupel.schedule import Follow, Schedule, Travel
 from tiny import CLASSES, Drops, blobs, bomb, final_models, make_job, mlp, norm_net, recipe, run_inline, same, timeless
 
@@ -72,10 +72,11 @@ def test_a_formula_on_a_stack_is_the_formula_on_each_client(layer, strength, rul
                    mu, c, x, t, codes, on),
     )  # fmt: skip
     # sums and transcendental functions may differ in their last bits
-    torch.testing.assert_close(soft(x, c, 8.0), one_by_one(lambda v, a: soft(v, a, 8.0), x, c), atol=1e-6, rtol=1e-5)
+    P = steepness(c, 8.0)  # (k, 1)
+    torch.testing.assert_close(soft_at(x, c, P), one_by_one(soft_at, x, c, P), atol=1e-6, rtol=1e-5)
     for i in range(2):
-        found = soft_gradient(x, c, steepness(c, 8.0), upstream)[i]
-        each = one_by_one(lambda v, a, u: soft_gradient(v, a, steepness(a, 8.0), u)[i], x, c, upstream)  # noqa: B023
+        found = soft_gradient(x, c, P, upstream)[i]
+        each = one_by_one(lambda *rows: soft_gradient(*rows)[i], x, c, P, upstream)  # noqa: B023
         torch.testing.assert_close(found, each, atol=1e-4, rtol=1e-4)
 
 

@@ -174,7 +174,7 @@ def spread(sketches: Sequence[list[float]]) -> float:
 def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:
     """distance: mean |x_k - Q_c(x)_k|; travel: the prox travel so far; both in half-gaps of the layer, over quantized
     weights."""
-    layers = [(slot, c, half_gap(c)) for slot, c in state.codebook]
+    layers = [(slot, c, float(half_gap(c))) for slot, c in state.codebook]
     weights = sum(slot.size for slot, _, gap in layers if gap > 0)
     if not weights:
         return {}
@@ -194,7 +194,7 @@ def probe(method: Local | QuPeL, state: State, w: Tensor, f: ClientLoss, clock: 
     s = State(state.x.double(), state.w.double(), centers)
     after = plain.step(s, f, NO_BATCH, clock)
     G = gradients(plain, s, after, w, f, clock)
-    lam, tie = [q.strength(c, method.eta1, clock) for c in s.codebook.centers], lambda_p(method, clock)
+    lam, tie = [float(q.strength(c, method.eta1, clock)) for c in s.codebook.centers], lambda_p(method, clock)
     F, F_after = (objective(q, a.x, a.codebook, f, lam, tie, w) for a in (s, after))
     missing = F_after + decrease(method, s, after, clock) - F
     return {
