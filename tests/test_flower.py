@@ -87,6 +87,7 @@ def make(tmp_path):
         while leftovers(federation.folder) and time.monotonic() < limit:
             time.sleep(0.2)
         assert leftovers(federation.folder) == []
+    processes.reap()  # another command may have ended them
     assert processes._CHILDREN == {}
 
 

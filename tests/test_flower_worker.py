@@ -29,6 +29,7 @@ def worker_of(state):
 @pytest.fixture(autouse=True)
 def no_child_is_left():
     yield
+    processes.reap()  # another command may have ended them
     assert processes._CHILDREN == {}
 
 

@@ -29,9 +29,7 @@ class Process:
 
     def alive(self) -> bool:
         """Whether it runs; a child of this process lives until its body is taken away."""
-        for key, child in list(_CHILDREN.items()):  # a body that nobody takes away keeps its children waiting
-            if child.poll() is not None:
-                del _CHILDREN[key]
+        reap()
         return (self.pid, self.started) in _CHILDREN or started(self.pid) == self.started
 
     @classmethod
@@ -52,6 +50,13 @@ class Process:
     @classmethod
     def noted(cls, name: str, path: Path) -> Process:
         return cls(name, **json.loads(path.read_text()))
+
+
+def reap() -> None:
+    """Take away the bodies of children that have ended: one that stays keeps its own children waiting."""
+    for key, child in list(_CHILDREN.items()):
+        if child.poll() is not None:
+            del _CHILDREN[key]
 
 
 def started(pid: int) -> str | None:
