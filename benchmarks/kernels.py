@@ -32,12 +32,12 @@ def measure(n: int, m: int, piled: float, repeats: int) -> dict[str, float]:
     x = torch.where(torch.rand(n, generator=generator) < piled, hard(x, centers), x)
     upstream = torch.randn(n, generator=generator)  # (n,)
     mu = centers + 1e-3 * torch.randn(m, generator=generator)  # (m,)
-    codes = assign(x, centers)  # (n,)
+    codes, q = assign(x, centers), hard(x, centers)  # (n,)
     kernels: dict[str, Callable[[], object]] = {
         "assign": lambda: assign(x, centers),
         "hard": lambda: hard(x, centers),
         "prox_weights": lambda: prox_weights(x, centers, 1e-3),
-        "with codes": lambda: prox_weights(x, centers, 1e-3, codes=codes),
+        "with Q_c(x)": lambda: prox_weights(x, centers, 1e-3, q=q),
         "center_gradient": lambda: center_gradient(upstream, codes, m),
         "prox_centers": lambda: prox_centers(mu, centers, x, 1e-7),
     }

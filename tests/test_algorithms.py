@@ -29,7 +29,7 @@ CLOCK = Clock(7, 40, 4)  # epoch 2
 QUANTIZED = range(1, 7)
 
 
-def gradient(v, batch=None):
+def gradient(v, batch=None, slots=None):
     return A * (v - B)
 
 
@@ -133,7 +133,7 @@ def test_one_qupel_step_in_numbers():
         lambda_p=Schedule(0.5),
         quantizer=Quantizer(eta2=Schedule(0.5), lam=Schedule(0.25), lam_c=Schedule(0.25)),
     )
-    after = method.step(s, lambda v, _: v - 1.0, None, Clock(0, 1, 1))  # f = |v - 1|^2 / 2
+    after = method.step(s, lambda v, *_: v - 1.0, None, Clock(0, 1, 1))  # f = |v - 1|^2 / 2
     # g = (-0.75, -0.25, 1) + 0.5 (0.25, -0.25, 1) = (-0.625, -0.375, 1.5);  y = x - 0.5 g = (0.5625, 0.9375, 1.25)
     # prox moves each quantized weight by 0.5 * 0.25 / 2 = 0.0625 to the nearest center (1): (0.625, 1)
     close(after.x, [0.625, 1.0, 1.25])
@@ -249,7 +249,7 @@ def test_without_carry_a_center_can_freeze_under_its_weights_and_carry_frees_it(
     c = torch.tensor([0.0, 10.0]).double()
     x = torch.zeros(8).double()
 
-    def push(v, batch):
+    def push(v, *_):
         return torch.full((8,), 0.125).double()
 
     frozen = Quantizer(eta2=Schedule(0.1), lam=Schedule(0.0), lam_c=Schedule(1.0))
@@ -284,7 +284,7 @@ def loss(v):
     return (A * (v - B) ** 2).sum() / 2 + torch.sin(v).sum()  # not separable from its gradient by luck
 
 
-def loss_gradient(v, batch=None):
+def loss_gradient(v, batch=None, slots=None):
     v = v.clone().requires_grad_()
     loss(v).backward()
     return v.grad
@@ -553,7 +553,7 @@ def test_a_full_precision_warm_up_leaves_the_centers_to_the_next_phase():
     plan = {"1.weight": 4}
     warm = Local(quantize=False, eta1=Schedule(0.5)).start(State(x, x), plan, layout)
     assert len(warm.codebook) == 0
-    trained = Local(quantize=False, eta1=Schedule(0.5)).step(warm, lambda v, _: 3 * v, None, Clock(0, 1, 1))
+    trained = Local(quantize=False, eta1=Schedule(0.5)).step(warm, lambda v, *_: 3 * v, None, Clock(0, 1, 1))
     assert torch.equal(trained.x, x - 0.5 * (3 * x))
     begun = Local(quantizer=Quantizer(init="kmeans")).start(trained, plan, layout)
     expected = init_centers(trained.x[layout["1.weight"].slice], 2, "kmeans")

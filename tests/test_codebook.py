@@ -63,7 +63,7 @@ def test_hard_touches_quantized_layers_only(layout):
         assert torch.equal(q[slot.slice], c[distances.argmin(1)])
         assert not free[slot.slice].any()
     assert torch.equal(book.hard(q), q)
-    assert torch.equal(book.hard(x, book.assign(x)), q)
+    assert torch.equal(book.nearest(x, book.assign(x)).q, q)
     assert torch.equal(book.map(x, lambda v, c: v + c[0]), torch.where(free, x, book.map(x, lambda v, c: v + c[0])))
 
 

@@ -1,5 +1,6 @@
 """A run on a device keeps everything there, gives the bits of the CPU, and can be resumed."""
 
+import platform
 import subprocess
 import sys
 
@@ -88,3 +89,20 @@ def test_the_command_says_so(tmp_path):
     assert done.stderr.count("\n") == 1
     assert "device 'cuda'" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be asked to keep memory")
+def test_a_process_that_trains_keeps_its_memory():
+    """Blocks of 8 MB, taken and freed: the pages of the first are those of all others."""
+    code = """
+import resource, torch
+from qupel.machine import keep_memory
+keep_memory()
+def faults():
+    for _ in range(20):
+        torch.ones(2**21)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+print(-faults() + faults())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 2**23 // 4096

@@ -215,7 +215,7 @@ def test_the_printed_w_step_diverges_and_the_corrected_one_contracts(as_printed,
     x = torch.zeros(3).double()
     s = State(x, torch.tensor([1.0, -2.0, 0.5]).double(), Codebook())
     for t in range(1, 40):
-        s = method.step(s, lambda v, _: torch.zeros_like(v), None, Clock(0, 1, 1))
+        s = method.step(s, lambda v, *_: torch.zeros_like(v), None, Clock(0, 1, 1))
         torch.testing.assert_close(s.w, torch.tensor([1.0, -2.0, 0.5]).double() * factor**t)
 
 
@@ -230,7 +230,7 @@ def test_the_printed_center_rule_drives_centers_away():
         s = State(x, x, Codebook((slot,), (torch.tensor([-0.04, 0.04]).double(),)))
         method = Local(eta1=Schedule(0.0), quantizer=q)
         for _ in range(400):
-            s = method.step(s, lambda v, _: torch.zeros_like(v), None, Clock(0, 1, 1))
+            s = method.step(s, lambda v, *_: torch.zeros_like(v), None, Clock(0, 1, 1))
         c = s.codebook.centers[0]
         ends[rule] = float((x[:, None] - c).abs().min(1).values.sum() / 2)
     least = float((x.abs() - x.abs().median()).abs().sum() / 2)

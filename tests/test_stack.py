@@ -126,6 +126,13 @@ def test_gradients_of_a_stack(module, loss, targets):
     for i in range(3):
         torch.testing.assert_close(found[i], one(x[i], (inputs[i], targets[i])), atol=1e-6, rtol=1e-4)
         assert math.isclose(float(many.loss_values[i]), one.loss_value, rel_tol=1e-5)
+    asked = one.layout.slots[-1:]
+    for whole, part in (
+        (found, many(x, (inputs, targets), asked)),
+        (one(x[0], (inputs[0], targets[0])), one(x[0], (inputs[0], targets[0]), asked)),
+    ):
+        assert torch.equal(part[..., asked[0].slice], whole[..., asked[0].slice])
+        assert not part[..., : asked[0].start].any()
 
 
 # --- stack against loop ---

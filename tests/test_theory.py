@@ -203,7 +203,7 @@ def test_steps_come_from_constants_that_bound_the_change_of_gradients(seed):
     )
     in_x = [q.add_weight_gradient(f(v), f, v, c, NO_BATCH) for v in (x, y)]
     assert (in_x[0] - in_x[1]).norm() <= steps.L_x * (x - y).norm()
-    in_c = [q.center_gradient(f, x, book, book.assign(x), NO_BATCH, clock)[0] for book in (c, d)]
+    in_c = [q.center_gradient(f, x, book, book.nearest(x), NO_BATCH, clock)[0] for book in (c, d)]
     assert (in_c[0] - in_c[1]).norm() <= steps.L_c * (c.centers[0] - d.centers[0]).norm()
 
 

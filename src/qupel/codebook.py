@@ -22,6 +22,14 @@ FULL_PRECISION = 32
 
 
 @dataclass(frozen=True)
+class Nearest:
+    """Each weight's nearest center: which it is, a tensor of codes a quantized layer, and Q_c(x) itself (..., d)."""
+
+    codes: Codes
+    q: Tensor
+
+
+@dataclass(frozen=True)
 class Codebook:
     """The quantized layers' places in the vector and their centers, in the same order."""
 
@@ -40,12 +48,16 @@ class Codebook:
     def assign(self, x: Tensor) -> Codes:
         return tuple(assign(x[..., slot.slice], c) for slot, c in self)
 
-    def hard(self, x: Tensor, codes: Codes | None = None) -> Tensor:
-        """Q_c(x): every weight of a quantized layer at its nearest center (..., d)."""
-        q = x.clone()
-        for slot, c, k in zip(self.slots, self.centers, self.assign(x) if codes is None else codes, strict=True):
+    def nearest(self, x: Tensor, codes: Codes | None = None) -> Nearest:
+        """codes: taken for nearest, whatever the centers are now."""
+        codes, q = self.assign(x) if codes is None else codes, x.clone()
+        for (slot, c), k in zip(self, codes, strict=True):
             pick(c, k, out=q[..., slot.slice])
-        return q
+        return Nearest(codes, q)
+
+    def hard(self, x: Tensor) -> Tensor:
+        """Q_c(x): every weight of a quantized layer at its nearest center (..., d)."""
+        return self.nearest(x).q
 
     def map(self, x: Tensor, f: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """x with f(layer's weights, layer's centers) in place of every quantized layer (..., d)."""

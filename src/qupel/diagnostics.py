@@ -18,6 +18,7 @@ from qupel.algorithms import Local, Method, QuPeL, State
 from qupel.algorithms.base import Batch
 from qupel.algorithms.quantizer import Quantizer
 from qupel.codebook import Codebook
+from qupel.flat import Slot
 from qupel.optim import SGD
 from qupel.oracle import Diverged, Oracle
 from qupel.prox import distance
@@ -43,7 +44,7 @@ class ClientLoss:
         self.samples = sum(len(targets) for _, targets in batches)
         self.known: list[tuple[Tensor, Tensor, float]] = []  # x, gradient, value
 
-    def __call__(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+    def __call__(self, x: Tensor, batch: Batch | None = None, slots: Sequence[Slot] | None = None) -> Tensor:
         return self._at(x)[0].clone()  # methods write into it
 
     def value(self, x: Tensor) -> float:
@@ -109,7 +110,7 @@ def gradients(method: Local | QuPeL, s: State, after: State, w: Tensor, f: Clien
         return Gradients(_square(G_x), 0.0, _square(G_w), slope_x, 0.0)
     codes = s.codebook.assign(after.x)
     old, new = (
-        torch.cat([*q.center_gradient(f, after.x, book, codes, NO_BATCH, clock)])
+        torch.cat([*q.center_gradient(f, after.x, book, book.nearest(after.x, codes), NO_BATCH, clock)])
         for book in (s.codebook, after.codebook)
     )
     step_c = torch.cat(after.codebook.centers) - torch.cat(s.codebook.centers)  # all centers in a row

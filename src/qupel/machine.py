@@ -1,7 +1,8 @@
-"""What a number was measured on: cores, device, package versions, the commit of this code."""
+"""What a number was measured on: cores, device, package versions, the commit of this code; and how memory is kept."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -58,3 +59,16 @@ def device_name(device: torch.device) -> str:
 
 def available_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def keep_memory() -> None:
+    """For a process that only trains: what is freed stays with it instead of going back to the system. A pass asks for
+    the same large blocks again and again, and fresh pages cost a ResNet's pass a tenth of its time. Where the C library
+    has no such switch (only glibc has) nothing changes."""
+    keep, at_once = -1, -3  # glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    try:
+        library = ctypes.CDLL(None)
+        library.mallopt(at_once, 2**30)
+        library.mallopt(keep, 2**31 - 1)
+    except (OSError, AttributeError, TypeError):
+        pass

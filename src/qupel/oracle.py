@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
-from qupel.flat import Layout
+from qupel.flat import Layout, Slot
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> mean loss over the batch
 
@@ -25,7 +25,8 @@ class Diverged(ArithmeticError):
 
 
 class Oracle:
-    """oracle(x, batch): the gradient at x of the mean loss over the batch, as a new vector (d,).
+    """oracle(x, batch): the gradient at x of the mean loss over the batch, as a new vector (d,); with slots only there,
+    0 elsewhere.
 
     The module is copied once and bound to flat buffers. It runs in training mode: BatchNorm uses the batch's own
     statistics, its running ones are never used while learning. `loss_value` is the loss of the last call.
@@ -35,20 +36,19 @@ class Oracle:
         self.module = _for_training(module)
         self.layout = Layout.of(self.module, dtype)
         self.values = self.layout.bind(self.module)
-        named = dict(self.module.named_parameters())
-        self.parameters = [named[slot.name] for slot in self.layout.slots]
+        self.parameters = dict(self.module.named_parameters())
         self.loss = loss
         self.loss_value = math.nan
 
-    def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor], slots: Sequence[Slot] | None = None) -> Tensor:
         inputs, targets = batch
         self.values.copy_(x)
         loss = self.loss(self.module(inputs), targets)
-        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        found = _gradients(loss, self.parameters, self.layout.slots if slots is None else slots)
         self.loss_value = loss.item()
         if not math.isfinite(self.loss_value):
             raise Diverged(f"the loss is {self.loss_value}; {_first_bad(x, self.layout)}")
-        return _one_vector(found, self.parameters, self.layout)
+        return _one_vector(found, x, self.layout)
 
 
 class StackOracle:
@@ -85,18 +85,18 @@ class StackOracle:
 
             self.losses = vmap(one, randomness="error")
 
-    def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
+    def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor], slots: Sequence[Slot] | None = None) -> Tensor:
         inputs, targets = batch
         x = x.expand(len(inputs), -1)  # clients that start from one model share it
         parameters = {slot.name: slot.view(x).detach().requires_grad_() for slot in self.layout.slots}
         losses = self.losses(parameters, inputs, targets)  # (k,)
-        found = torch.autograd.grad(losses.sum(), list(parameters.values()), allow_unused=True)
+        found = _gradients(losses.sum(), parameters, self.layout.slots if slots is None else slots)
         self.loss_values = losses.detach()
         if not bool(torch.isfinite(self.loss_values).all()):
             for row, value in enumerate(self.loss_values.tolist()):
                 if not math.isfinite(value):
                     self.faults.setdefault(row, f"the loss is {value}; {_first_bad(x[row], self.layout)}")
-        return _one_vector(found, list(parameters.values()), self.layout)
+        return _one_vector(found, x, self.layout)
 
 
 def _for_training(module: nn.Module) -> nn.Module:
@@ -108,10 +108,15 @@ def _for_training(module: nn.Module) -> nn.Module:
     return module
 
 
-def _one_vector(found: Sequence[Tensor | None], parameters: Sequence[Tensor], layout: Layout) -> Tensor:
-    """Gradients in the order of the vector (..., d); zeros for a parameter the loss does not use."""
-    pairs = zip(layout.slots, found, parameters, strict=True)
-    return torch.cat([slot.flat(torch.zeros_like(p) if g is None else g) for slot, g, p in pairs], dim=-1)
+def _gradients(loss: Tensor, parameters: dict[str, Tensor], slots: Sequence[Slot]) -> dict[str, Tensor | None]:
+    found = torch.autograd.grad(loss, [parameters[slot.name] for slot in slots], allow_unused=True)
+    return {slot.name: g for slot, g in zip(slots, found, strict=True)}
+
+
+def _one_vector(found: dict[str, Tensor | None], x: Tensor, layout: Layout) -> Tensor:
+    """Gradients in the order of the vector (..., d); 0 for a parameter not asked for, or that the loss does not use."""
+    parts = ((slot, found.get(slot.name)) for slot in layout.slots)
+    return torch.cat([torch.zeros_like(x[..., s.slice]) if g is None else s.flat(g) for s, g in parts], dim=-1)
 
 
 def _first_bad(x: Tensor, layout: Layout) -> str:

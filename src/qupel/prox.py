@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qupel.errors import UserError
-from qupel.quantize import assign, boundaries, center_gradient, pick
+from qupel.quantize import assign, boundaries, center_gradient, hard, pick
 
 RULES = ("exact", "first_order", "paper")
 
@@ -20,27 +20,26 @@ Pull = float | Tensor  # a prox strength t; of a stack of clients also one each,
 _REACH_UP_TO = 8  # centers; beyond that sorting all weights is as fast as looking around every center
 
 
-def distance(x: Tensor, centers: Tensor, *, codes: Tensor | None = None) -> Tensor:
-    """R(x, c) = 1/2 sum_k min_j |x_k - c_j|. (n,), (m,) -> ()."""
-    codes = assign(x, centers) if codes is None else codes
-    return (x - centers.index_select(0, codes)).abs().sum() / 2
+def distance(x: Tensor, centers: Tensor) -> Tensor:
+    """R(x, c) = 1/2 sum_k |x_k - Q_c(x)_k|, a scalar. (n,), (m,) -> ()."""
+    return (x - hard(x, centers)).abs().sum() / 2
 
 
-def prox_weights(y: Tensor, centers: Tensor, t: Pull, *, codes: Tensor | None = None) -> Tensor:
+def prox_weights(y: Tensor, centers: Tensor, t: Pull, *, q: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """argmin_x |x - y|^2/2 + t R(x, c): every weight moves t/2 towards its nearest center and stops there.
 
     Q + sign(y - Q) max(|y - Q| - t/2, 0) with Q = Q_c(y), t = eta1 lambda. (..., n), (..., m) -> (..., n).
-    codes: assign(y, centers), if at hand. A weight stays with its center, so they are the codes of the result, too.
+    q: Q_c(y), if at hand. A weight stays with its center, so it is Q_c of the result, too. out: may be y itself.
     """
     if isinstance(t, float | int) and t == 0:
-        return y.clone()
-    codes = assign(y, centers) if codes is None else codes
-    q = pick(centers, codes)  # (..., n)
+        return y.clone() if out is None else out.copy_(y)
+    q = hard(y, centers) if q is None else q  # (..., n)
     if isinstance(t, float | int):
-        return torch.nn.functional.softshrink(y - q, t / 2).add_(q)
+        return torch.add(torch.nn.functional.softshrink(y - q, t / 2), q, out=out)
     away, most = y - q, (t / 2).to(y.dtype)  # (k, n), (k, 1)
     x = away.sub_(away.clamp(-most, most)).add_(q)
-    return torch.where(t == 0, y, x) if bool((t == 0).any()) else x
+    x = torch.where(t == 0, y, x) if bool((t == 0).any()) else x
+    return x if out is None else out.copy_(x)
 
 
 def prox_centers(

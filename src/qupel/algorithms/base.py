@@ -12,19 +12,25 @@ A method is six small functions in a frozen dataclass; none inherits from anothe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from qupel.codebook import Codebook, Plan
-from qupel.flat import Layout
+from qupel.flat import Layout, Slot
 from qupel.optim import Memory
 from qupel.schedule import Clock
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
-Gradient = Callable[[Tensor, Batch], Tensor]  # gradient of the client's loss at a vector, on a batch
+
+
+class Gradient(Protocol):
+    """The gradient of the client's loss at a vector, on a batch. slots: where it is asked for; elsewhere it may be 0,
+    so that nothing has to be computed below the first layer that is asked for."""
+
+    def __call__(self, x: Tensor, batch: Batch, slots: Sequence[Slot] | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ class Local(Alone):
         g = gradient(s.x, batch)
         g = q.add_weight_gradient(g, gradient, s.x, s.codebook, batch)  # line 2
         y, memory = self.optimizer.step(s.x, g, s.memory, eta1)
-        x, codes = q.prox_weights(y, s.codebook, self.eta1, clock)  # line 3
-        h = q.center_gradient(gradient, x, s.codebook, codes, batch, clock)  # line 4, at the new x
-        x, codebook = q.prox_centers(x, s.codebook, codes, h, self.eta1, clock)  # line 5
+        x, near = q.prox_weights(y, s.codebook, self.eta1, clock)  # line 3
+        h = q.center_gradient(gradient, x, s.codebook, near, batch, clock)  # line 4, at the new x
+        x, codebook = q.prox_centers(x, s.codebook, near, h, self.eta1, clock)  # line 5
         return replace(s, x=x, codebook=codebook, memory=memory)
 
     def deployed(self, state: State) -> Deployed:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qupel.algorithms.base import Batch, Gradient
-from qupel.codebook import Codebook, Codes, Plan, start_codebook
+from qupel.codebook import Codebook, Nearest, Plan, start_codebook
 from qupel.flat import Layout
 from qupel.prox import Pull, prox_centers, prox_weights
 from qupel.quantize import center_gradient, counts, pick, soft_at, soft_gradient, steepness
@@ -57,10 +57,10 @@ class Quantizer:
         """lambda of a layer with centers c."""
         return weight_pull(self.lam, eta1, clock, c) / max(eta1(clock.time), 1e-30)
 
-    def quantized(self, x: Tensor, codebook: Codebook, codes: Codes | None = None) -> Tensor:
+    def quantized(self, x: Tensor, codebook: Codebook) -> Tensor:
         """What f(Q(x)) is taken of: Q_c(x) in hard mode, Q~_c(x) in soft mode (..., d)."""
         if self.mode == "hard":
-            return codebook.hard(x, codes)
+            return codebook.hard(x)
         return codebook.map(x, lambda v, c: soft_at(v, c, self.steepness(c)))
 
     def add_weight_gradient(self, g: Tensor, gradient: Gradient, x: Tensor, codebook: Codebook, batch: Batch) -> Tensor:
@@ -73,24 +73,25 @@ class Quantizer:
             part[...], _ = soft_gradient(x[..., slot.slice], c, self.steepness(c), part)
         return g + upstream
 
-    def prox_weights(self, y: Tensor, codebook: Codebook, eta1: Schedule, clock: Clock) -> tuple[Tensor, Codes]:
+    def prox_weights(self, y: Tensor, codebook: Codebook, eta1: Schedule, clock: Clock) -> tuple[Tensor, Nearest]:
         """prox of eta1 lambda R(., c) at y, written into y, and each weight's center, which it never leaves."""
-        codes = codebook.assign(y)
-        for (slot, c), k in zip(codebook, codes, strict=True):
-            t = weight_pull(self.lam, eta1, clock, c)
-            y[..., slot.slice] = prox_weights(y[..., slot.slice], c, t, codes=k)
-        return y, codes
+        near = codebook.nearest(y)
+        for slot, c in codebook:
+            t, v = weight_pull(self.lam, eta1, clock, c), y[..., slot.slice]
+            prox_weights(v, c, t, q=near.q[..., slot.slice], out=v)
+        return y, near
 
     def center_gradient(
-        self, gradient: Gradient, x: Tensor, codebook: Codebook, codes: Codes, batch: Batch, clock: Clock
+        self, gradient: Gradient, x: Tensor, codebook: Codebook, near: Nearest, batch: Batch, clock: Clock
     ) -> Sequence[Tensor]:
         """h = grad_c f(Q~_c(x)), (..., m) a layer. No pass is made where no center could move."""
         if not codebook or self.eta2(clock.time) == 0:
             return [torch.zeros_like(c) for c in codebook.centers]
-        upstream = gradient(self.quantized(x, codebook, codes), batch)
+        q = near.q if self.mode == "hard" else self.quantized(x, codebook)
+        upstream = gradient(q, batch, codebook.slots)
         return [
             self._center_gradient(x[..., slot.slice], c, k, upstream[..., slot.slice])
-            for (slot, c), k in zip(codebook, codes, strict=True)
+            for (slot, c), k in zip(codebook, near.codes, strict=True)
         ]
 
     def _center_gradient(self, x: Tensor, c: Tensor, codes: Tensor, upstream: Tensor) -> Tensor:
@@ -103,17 +104,17 @@ class Quantizer:
         return h if self.clip is None else h.clamp(-self.clip, self.clip)
 
     def prox_centers(
-        self, x: Tensor, codebook: Codebook, codes: Codes, h: Sequence[Tensor], eta1: Schedule, clock: Clock
+        self, x: Tensor, codebook: Codebook, near: Nearest, h: Sequence[Tensor], eta1: Schedule, clock: Clock
     ) -> tuple[Tensor, Codebook]:
         """prox of eta2 lambda_c R(x, .) at c - eta2 h. x changes only where `carry` moves weights with their center."""
         eta2, moved = self.eta2(clock.time), []
-        for (slot, c), k, h_layer in zip(codebook, codes, h, strict=True):
+        for (slot, c), k, h_layer in zip(codebook, near.codes, h, strict=True):
             if self.lam_c is None:
                 t = eta2 * self.strength(c, eta1, clock)
             else:
                 t = center_pull(self.lam_c, self.eta2, clock, c, slot.size)
             mu, v = c - eta2 * h_layer, x[..., slot.slice]  # (..., m), (..., n)
-            on = v == pick(c, k) if self.carry else None  # (..., n)
+            on = v == near.q[..., slot.slice] if self.carry else None  # (..., n)
             new = prox_centers(mu, c, v, t, self.rule, codes=k, without=on)
             if on is not None:
                 x[..., slot.slice] = torch.where(on, pick(new, k), v)

@@ -49,9 +49,9 @@ class QuPeL:
         g = q.add_weight_gradient(g, gradient, s.x, s.codebook, batch)  # line 4
         g = g.add_(s.x - s.w, alpha=lambda_p)
         y, memory = self.optimizer.step(s.x, g, s.memory, eta1)
-        x, codes = q.prox_weights(y, s.codebook, self.eta1, clock)  # line 5
-        h = q.center_gradient(gradient, x, s.codebook, codes, batch, clock)  # line 6, at the new x
-        x, codebook = q.prox_centers(x, s.codebook, codes, h, self.eta1, clock)  # line 7
+        x, near = q.prox_weights(y, s.codebook, self.eta1, clock)  # line 5
+        h = q.center_gradient(gradient, x, s.codebook, near, batch, clock)  # line 6, at the new x
+        x, codebook = q.prox_centers(x, s.codebook, near, h, self.eta1, clock)  # line 7
         share = eta3 * lambda_p if self.coupling is None else self.coupling
         w = torch.add(s.w, x - s.w, alpha=-share if self.as_printed else share)  # line 8
         return State(x, w, codebook, memory)

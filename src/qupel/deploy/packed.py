@@ -20,7 +20,7 @@ from qupel.deploy.header import DTYPES, FormatError
 from qupel.deploy.pack import Bytes, Floats, bits_for, decode, pack, unpack
 from qupel.errors import UserError
 from qupel.flat import Layout
-from qupel.quantize import LEVELS, assign
+from qupel.quantize import LEVELS, assign, pick
 
 DTYPE_OF = {dtype: name for name, dtype in DTYPES.items()}
 Rest = Literal["fp32", "fp16"]
@@ -197,8 +197,8 @@ def _layer(name: str, weight: Tensor, centers: Tensor) -> Layer:
         raise UserError(f"{name}: its centers must be finite and sorted")
     flat = weight.contiguous().flatten()
     codes = assign(flat, centers)
-    if not torch.equal(centers[codes], flat):
-        off = int((centers[codes] != flat).sum())
+    off = int((pick(centers, codes) != flat).sum())
+    if off:
         raise UserError(f"{name}: {off} of {len(flat)} weights are not on its centers; hard-quantize the model first")
     bits = bits_for(len(centers))
     return Layer(name, tuple(weight.shape), centers.numpy().copy(), pack(codes.numpy().astype(np.uint8), bits))

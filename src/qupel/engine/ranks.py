@@ -32,6 +32,7 @@ from qupel.engine.workers import ROOM
 from qupel.errors import UserError
 from qupel.evaluate import Score
 from qupel.flat import Layout
+from qupel.machine import keep_memory
 
 USED = {"do": "used"}
 Description = dict[str, Any]  # what a rank builds the job from, as JSON
@@ -214,6 +215,7 @@ def digest(job: Job) -> str:
 def serve(group: Group, build: Callable[[Description], Job]) -> None:
     """A rank's life: answer rank 0's orders, until its listener ends this process."""
     torch.set_num_threads(1)
+    keep_memory()
     desk = _Desk(group, build)
     while True:
         order, vector = group.order()

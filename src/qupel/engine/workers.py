@@ -28,6 +28,7 @@ from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
 from qupel.errors import UserError
+from qupel.machine import keep_memory
 
 ROOM = 4  # uploads that a worker may be ahead of the server
 
@@ -197,6 +198,7 @@ def _serve(pipe: Connection) -> None:
     """A worker's life: answer commands until the pipe closes."""
     _leave_signals_to_main()
     torch.set_num_threads(1)
+    keep_memory()
     desk = _Desk(pipe)
     while True:
         try:
