@@ -1,4 +1,5 @@
-"""The work on our own engine: two workers, one thread each.   python ours.py FOLDER OUT.json"""
+"""The work on our own engine: two workers, one thread each, loop or stacks as the engine chooses.
+python ours.py FOLDER OUT.json"""
 
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from qupel.algorithms import FedAvg, Phase, Quantizer, QuPeL
 from qupel.codebook import plan_bits
 from qupel.data import sources
 from qupel.data.partition import Part
+from qupel.engine.choice import settled
 from qupel.engine.job import Job
 from qupel.engine.rounds import one_round
 from qupel.engine.workers import Pool, Workers
@@ -18,8 +20,7 @@ from qupel.flat import Layout
 from qupel.schedule import Schedule
 
 
-def main() -> None:
-    prepared = Prepared(Path(sys.argv[1]))
+def job_of(prepared: Prepared) -> Job:
     work, module = prepared.work, prepared.module()
     inputs, targets = prepared.samples
     layout = Layout.of(module)
@@ -30,7 +31,7 @@ def main() -> None:
         pull = Schedule(work.lambda_p)
         method = QuPeL(eta1=Schedule(work.eta1), lambda_p=pull, coupling=work.share, quantizer=quantizer)
         plan = plan_bits(layout, work.bits)
-    job = Job(
+    return Job(
         module=module,
         loss=torch.nn.functional.cross_entropy,
         data=sources.from_arrays(inputs, targets, inputs[:1], targets[:1]),
@@ -41,15 +42,22 @@ def main() -> None:
         local_steps=work.steps,
         batch=work.batch,
     )
-    w = layout.flatten(module)
+
+
+def main() -> None:
+    prepared = Prepared(Path(sys.argv[1]))
+    job, choice = settled(job_of(prepared), "auto", None)
+    print(choice)
+    layout = Layout.of(job.module)
+    w = layout.flatten(job.module)
     with Pool(2) as pool:
         engine = Workers(pool, job)
         begun, ended = now(), []
-        for k in range(work.rounds):
+        for k in range(prepared.work.rounds):
             w, *_ = one_round(job, engine, k, w)
             ended.append(now())
-    layout.load(module, w)
-    tell(begun, ended, module)
+    layout.load(job.module, w)
+    tell(begun, ended, job.module)
 
 
 if __name__ == "__main__":

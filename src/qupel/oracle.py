@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ def _for_training(module: nn.Module) -> nn.Module:
     return module
 
 
-def _gradients(loss: Tensor, parameters: dict[str, Tensor], slots: Sequence[Slot]) -> dict[str, Tensor | None]:
+def _gradients(loss: Tensor, parameters: Mapping[str, Tensor], slots: Sequence[Slot]) -> dict[str, Tensor | None]:
     found = torch.autograd.grad(loss, [parameters[slot.name] for slot in slots], allow_unused=True)
     return {slot.name: g for slot, g in zip(slots, found, strict=True)}
 
