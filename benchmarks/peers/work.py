@@ -30,7 +30,7 @@ from qupel.data.sources import load
 from qupel.flat import Layout
 
 CLASSES, SEED = 10, 0
-HIDDEN = (64, 32)  # of the digits MLP: 6,570 parameters
+HIDDEN = {"mlp": (64, 32), "wide mlp": (256, 128)}  # of the digits MLPs: 6,570 and 50,826 parameters
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Work:
     batch: int
     samples: int  # of a client
     bits: int = 32
+    channels_last: bool = False  # give images and models in this order to everyone; our engine takes it by itself
     eta1: float = 0.05
     eta2: float = 1e-4
     lam: float = 1e-2
@@ -51,8 +52,8 @@ class Work:
     share: float = 0.125  # eta3 lambda_p: how much of x enters w a step
 
 
-_CNN = {"model": "cnn5", "clients": 20, "rounds": 4, "steps": 10, "batch": 50, "samples": 500}
-_MLP = {"model": "mlp", "rounds": 6, "steps": 10, "batch": 10, "samples": 20}
+_CNN = {"model": "cnn5", "clients": 20, "rounds": 3, "steps": 10, "batch": 50, "samples": 500}
+_MLP = {"model": "mlp", "rounds": 4, "steps": 10, "batch": 10, "samples": 20}
 WORKS = {
     "FedAvg, CNN, 20 clients": Work(**_CNN),
     "QuPeL 2 bits, CNN, 20 clients": Work(**_CNN, bits=2),
@@ -60,21 +61,23 @@ WORKS = {
     "QuPeL 2 bits, MLP, 100 clients": Work(**_MLP, clients=100, bits=2),
     "FedAvg, MLP, 1,000 clients": Work(**_MLP, clients=1000),
     "QuPeL 2 bits, MLP, 1,000 clients": Work(**_MLP, clients=1000, bits=2),
+    "FedAvg, CNN, 20 clients, peers in channels_last": Work(**_CNN, channels_last=True),
+    "FedAvg, wide MLP, 100 clients": Work(**_MLP | {"model": "wide mlp"}, clients=100),
 }
 
 
 def module_of(model: str) -> nn.Module:
-    if model == "mlp":
+    if model in HIDDEN:
         with torch.random.fork_rng():
             torch.manual_seed(SEED)
-            return models.mlp(64, HIDDEN, CLASSES)
+            return models.mlp(64, HIDDEN[model], CLASSES)
     return models.build(model, (3, 32, 32), CLASSES, SEED)
 
 
 def prepare(work: Work, folder: Path, data: str | None) -> str:
     """Write a work item; returns what the samples are."""
     folder.mkdir(parents=True, exist_ok=True)
-    if work.model == "mlp":
+    if work.model in HIDDEN:
         dataset, said = load("digits"), "digits"
     elif data:
         dataset, said = load("cifar10", Path(data)), "CIFAR-10 (JPEG copy)"
@@ -86,7 +89,7 @@ def prepare(work: Work, folder: Path, data: str | None) -> str:
         targets = torch.from_numpy(rng.integers(0, CLASSES, len(inputs)))
     else:
         inputs, targets = Transform.of(dataset).apply(dataset.train.inputs), dataset.train.targets
-    if work.model == "mlp":
+    if work.model in HIDDEN:
         inputs = inputs.flatten(1)
     owned = np.stack([rng.choice(len(inputs), work.samples, replace=False) for _ in range(work.clients)])
     picked = [
@@ -107,23 +110,27 @@ def prepare(work: Work, folder: Path, data: str | None) -> str:
 
 
 class Prepared:
-    """A work item as a framework reads it. Samples are tensors in memory, images in channels_last order."""
+    """A work item as a framework reads it. Samples are tensors in memory."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.work = Work(**json.loads((folder / "work.json").read_text()))
         self.rows = np.load(folder / "rows.npy", mmap_mode="r")
 
+    @property
+    def order(self) -> torch.memory_format:
+        return torch.channels_last if self.work.channels_last else torch.contiguous_format
+
     @cached_property
     def samples(self) -> tuple[Tensor, Tensor]:
         inputs, targets = (torch.from_numpy(np.load(self.folder / f"{n}.npy")) for n in ("inputs", "targets"))
-        return inputs.contiguous(memory_format=torch.channels_last) if inputs.ndim == 4 else inputs, targets
+        return inputs.contiguous(memory_format=self.order) if inputs.ndim == 4 else inputs, targets
 
     def module(self) -> nn.Module:
         """The first model."""
         module = module_of(self.work.model)
         Layout.of(module).load(module, torch.from_numpy(np.load(self.folder / "first.npy")))
-        return module.to(memory_format=torch.channels_last)
+        return module.to(memory_format=self.order)
 
     def batches(self, client: int, round: int) -> list[tuple[Tensor, Tensor]]:
         inputs, targets = self.samples
