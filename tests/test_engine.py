@@ -510,3 +510,11 @@ def test_metrics_by_hand():
     assert third["clients"]["test"] == accuracies
     assert third["test"] == pytest.approx(sum(accuracies) / 2)
     assert second["phase"] == 1
+
+
+def test_what_a_killed_run_left_half_written_is_taken_away(tmp_path):
+    (tmp_path / ".engine.json.31317.tmp").write_text("{")
+    job = make_job(recipe(1, 1, 1))
+    with Inline(job) as engine:
+        run(job, engine, checkpoints=Checkpoints(tmp_path, "f"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "metrics.jsonl"]

@@ -78,8 +78,11 @@ class Checkpoints:
     def lines(self, rounds: int, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The metrics of the first `rounds` rounds; later lines, of rounds that will run again, are dropped.
 
-        A log that does not exist yet begins with the lines `before`.
+        A log that does not exist yet begins with the lines `before`. The run takes its folder over: what a killed one
+        left half-written is taken away.
         """
+        for temporary in self.log.parent.glob(".*.tmp"):
+            temporary.unlink(missing_ok=True)
         kept = [] if self.log.exists() else list(before)
         for text in self.log.read_text().splitlines() if self.log.exists() else []:
             try:
