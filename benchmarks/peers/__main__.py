@@ -109,8 +109,8 @@ def page(results: dict[str, dict], repeats: int) -> str:
         "",
         "CNN: 5 layers, 797,962 parameters, batch 50. MLP: 64-64-32-10, 6,570 parameters, batch 10; wide MLP: 50,826 "
         "parameters. Ten local steps a round. Images and models come in PyTorch's default memory order; our engine "
-        "changes to channels_last by itself, and one item gives that order to everybody. QuPeL on a peer is plain PyTorch "
-        "in that peer's idiom (benchmarks/peers/plain.py).",
+        "changes to channels_last by itself, and one item gives that order to everybody. QuPeL on a peer is plain "
+        "PyTorch in that peer's idiom (benchmarks/peers/plain.py).",
         "",
         "| work | framework | seconds a round | ratio to ours | start s | peak memory | apart |",
         "|---|---|---|---|---|---|---|",
