@@ -216,10 +216,11 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
         if text:
             out.print(text)
     engines = {r["label"]: r["engine"] for r in results if "engine" in r}
-    for label, engine in engines.items():
-        if engine["stacked"] or engine["ratio"]:
-            how = "in stacks" if engine["stacked"] else "one by one"
-            out.print(f"[dim]{label}: clients trained {how}; {engine['why']}[/dim]")
+    for stacked, how in ((True, "in stacks"), (False, "one by one, stacks gain too little")):
+        chosen = {k: e["ratio"] for k, e in engines.items() if e["stacked"] == stacked and (stacked or e["ratio"])}
+        told = ", ".join(f"{label} ({ratio:.1f} x)" if ratio else label for label, ratio in chosen.items())
+        if told:
+            out.print(f"[dim]clients were trained {how}: {told}[/dim]", highlight=False)
     if not one:
         out.print(f"[dim]gain: {rows[0].label} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
     figures.comparison_picture(results, rows, folder / "summary.png")
