@@ -23,7 +23,7 @@ from qupel.prox import prox_centers
 from qupel.quantize import init_centers
 from qupel.schedule import Clock
 
-LIMIT = {"resnet20": 1.15, "cnn5": 1.15, "digits_cnn": 2.5}
+LIMIT = {"resnet20": 1.06, "cnn5": 1.06, "digits_cnn": 2.5}
 WORK = {"resnet20": ((3, 32, 32), 128), "cnn5": ((3, 32, 32), 50), "digits_cnn": ((1, 8, 8), 20)}
 
 
