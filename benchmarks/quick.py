@@ -17,6 +17,7 @@ import step_cost
 from qupel.algorithms import FedAvg
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import one_round
+from qupel.machine import keep_memory
 
 CLIENTS = 1_000
 Line = tuple[str, float, str, bool]  # what, ratio, bar and limit in words, within the limit
@@ -66,6 +67,7 @@ def crowds() -> Iterator[Line]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_memory()  # as a worker does
     began, slow = time.monotonic(), 0
     for part in (steps, stacks, rounds, crowds):
         for what, ratio, said, sound in part():

@@ -1,7 +1,7 @@
 """What a step costs: one Algorithm-1 or QuPeL step (hard mode) against two bare forward+backward passes of the same
 model and batch, in one process, interleaved, medians of many. A ratio near 1 means that quantization is free.
 
-    python benchmarks/step_cost.py [--steps 40] [--threads 1]
+    python benchmarks/step_cost.py [--steps 40] [--threads 1] [--only cnn5]
 """
 
 import argparse
@@ -18,6 +18,7 @@ from qupel.algorithms import Local, QuPeL, State
 from qupel.codebook import plan_bits
 from qupel.engine.stack import most_clients, together
 from qupel.flat import Layout
+from qupel.machine import keep_memory
 from qupel.oracle import Oracle, StackOracle
 from qupel.prox import prox_centers
 from qupel.quantize import init_centers
@@ -122,17 +123,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", choices=list(WORK), help="one model, and nothing else")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_memory()  # as a worker does; the bare passes have it, too
     print(f"{options.threads} thread(s), median of {options.steps}; ratio to two bare passes")
     print(f"{'model':12} {'bits':>4} {'two passes':>12} {'Algorithm 1':>12} {'QuPeL':>8} {'limit':>6}")
-    for name in WORK:
+    for name in [options.only] if options.only else WORK:
         for bits in (1, 2, 3):
             r = step_ratio(name, bits, options.steps)
             print(
                 f"{name:12} {bits:4} {r['two passes']:9.1f} ms {r['Algorithm 1']:12.3f} {r['QuPeL']:8.3f}"
                 f" {LIMIT[name]:6.2f}"
             )
+    if options.only:
+        return
     print(f"digits MLP, 2 bits, in a stack: QuPeL {stack_ratio(options.steps):.3f}")
     for m, ms in center_prox().items():
         print(f"exact center prox, 1,000,000 weights, {m} centers: {ms:.1f} ms")
