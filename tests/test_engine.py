@@ -14,6 +14,7 @@ from qupel.algorithms import FedAvg, FineTune, Local, Phase, QuPeL, State
 from qupel.data.batches import rows
 from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
+from qupel.engine import workers as local_workers
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, check_trainable, one_round, run
@@ -115,6 +116,17 @@ def test_some_clients_are_judged_on_the_way_and_all_at_the_end_of_a_phase():
             assert part["clients"]["test"] == [scores[i] for i in chosen]
     with pytest.raises(UserError, match="evaluate_sample = 0"):
         replace(job, evaluate_sample=0)
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_uploads_that_come_in_bunches(pools, monkeypatch, together):
+    """25 clients at two workers with room for four bunches, so that rooms are used again and a last bunch is short."""
+    job = make_job([Phase(QuPeL(), 3)], sizes=(4,) * 25)
+    reference, models = run_inline(job)
+    monkeypatch.setattr(local_workers, "BUNCH", together * len(reference.w))
+    finished, others = on_workers(pools[2], job)
+    assert torch.equal(finished.w, reference.w)
+    assert same(models, others)
 
 
 def test_more_workers_than_clients(pools):

@@ -94,18 +94,18 @@ def measure(name: str, data: str | None, repeats: int, place: Path) -> dict:
             "memory": statistics.median(r["memory"] for r in several),
             "apart": float(np.abs(several[0]["w"] - reference).max()),
         }
-    return {"data": said, "peers": found}
+    return {"data": said, "runs": repeats, "peers": found}
 
 
-def page(results: dict[str, dict], repeats: int) -> str:
+def page(results: dict[str, dict]) -> str:
     versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "flwr", "ray", "pfl"))
     told = machine()
     lines = [
         "# Against the peers",
         "",
         f"`make bench`; {told['cpus']} CPUs ({told['processor']}), Python {told['python']}, {versions}; "
-        f"{repeats} runs of each framework in turns, medians. Two processes with one thread each, same first model and "
-        "batches; the last column is how far the last models are apart at most. Evaluation is off everywhere.",
+        "frameworks in turns, medians of their runs (least to most). Two processes with one thread each, same first "
+        "model and batches; the last column: how far the last models are apart at most. Evaluation is off everywhere.",
         "",
         "CNN: 5 layers, 797,962 parameters, batch 50. MLP: 64-64-32-10, 6,570 parameters, batch 10; wide MLP: 50,826 "
         "parameters. Ten local steps a round. Images and models come in PyTorch's default memory order; our engine "
@@ -118,7 +118,7 @@ def page(results: dict[str, dict], repeats: int) -> str:
     for name, result in results.items():
         ours = result["peers"]["QuPeL"]["round"]
         for peer, r in result["peers"].items():
-            spread = f"{r['round']:.3f} ({r['least']:.3f} to {r['most']:.3f})"
+            spread = f"{r['round']:.3f} ({r['least']:.3f} to {r['most']:.3f}, {result['runs']} runs)"
             lines.append(
                 f"| {name} | {peer} | {spread} | {r['round'] / ours:.2f} | {r['start']:.1f} "
                 f"| {r['memory'] / 1e6:.0f} MB | {r['apart']:.0e} |"
@@ -134,16 +134,17 @@ def main() -> None:
     parser.add_argument("--data", default=os.environ.get("QUPEL_DATA"))
     parser.add_argument("--out", type=Path, help="a folder for benchmarks.md and benchmarks.json")
     options = parser.parse_args()
-    results = {}
+    known = options.out / "benchmarks.json" if options.out else None
+    results = json.loads(known.read_text()) if known and known.exists() else {}
     with tempfile.TemporaryDirectory() as place:
         for name in WORKS:
             if not options.only or options.only in name:
                 results[name] = measure(name, options.data, options.repeats, Path(place))
-    text = page(results, options.repeats)
-    print(text)
-    if options.out:
-        write_atomic(options.out / "benchmarks.md", text)
-        write_json(options.out / "benchmarks.json", results)
+                results = {k: results[k] for k in WORKS if k in results}
+                if options.out:  # item by item: what is measured is not lost
+                    write_atomic(options.out / "benchmarks.md", page(results))
+                    write_json(options.out / "benchmarks.json", results)
+    print(page(results))
 
 
 if __name__ == "__main__":

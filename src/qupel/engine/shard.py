@@ -182,7 +182,7 @@ def screen(upload: Tensor | None, size: int) -> str | None:
         return None
     if upload.shape != (size,):
         return f"upload has shape {tuple(upload.shape)}, expected ({size},)"
-    if not bool(torch.isfinite(upload).all()):
+    if not all_finite(upload):
         return "upload holds values that are not finite"
     return None
 
@@ -190,9 +190,14 @@ def screen(upload: Tensor | None, size: int) -> str | None:
 def sound(state: State) -> str | None:
     """Why a client's new state is refused, None if it is sound: a method that sends nothing is screened, too."""
     for tensor in (state.x, *state.codebook.centers):
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             return "its model holds values that are not finite"
     return None
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """A finite sum has finite terms, and takes a fortieth of the time of looking at each; any other may be theirs."""
+    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def mean_or_nan(values: Sequence[float]) -> float:

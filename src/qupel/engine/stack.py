@@ -17,7 +17,7 @@ from torch import Tensor
 from qupel.algorithms.base import State
 from qupel.data.batches import batch
 from qupel.engine.job import Job
-from qupel.engine.shard import Shard, Trained, mean_or_nan, screen, sound
+from qupel.engine.shard import Shard, Trained, all_finite, mean_or_nan, screen, sound
 from qupel.engine.store import flatten
 from qupel.oracle import StackOracle
 
@@ -86,8 +86,9 @@ class StackedShard(Shard):
                     else:
                         losses[row].append(loss)
         uploads = method.upload(state)
+        # one look at all of them
+        clean = sound(state) is None and (uploads is None or uploads is state.x or all_finite(uploads))
         uploads = None if uploads is None else uploads.expand(len(clients), -1)  # (k, d)
-        clean = sound(state) is None and (uploads is None or bool(torch.isfinite(uploads).all()))  # one look at all
         for row, client in enumerate(clients):
             own, upload, fault = one_of(state, row, w), None if uploads is None else uploads[row], faults.get(row)
             if fault is None and not clean:

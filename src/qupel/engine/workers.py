@@ -30,7 +30,8 @@ from qupel.engine.stack import open_shard
 from qupel.errors import UserError
 from qupel.machine import keep_memory
 
-ROOM = 4  # uploads that a worker may be ahead of the server
+ROOM = 4  # bunches of uploads that a worker may be ahead of the server
+BUNCH = 2**17  # numbers in a bunch: small models are sent some dozens at a time, large ones one by one
 
 
 class WorkerDied(RuntimeError):
@@ -78,7 +79,8 @@ class Workers:
         n, k = len(job.parts), len(pool.pipes)
         size = sum(p.numel() for p in job.module.parameters())
         self.w = torch.empty(size).share_memory_()
-        self.uploads = [torch.empty(ROOM, size).share_memory_() for _ in range(k)]
+        bunch = min(max(1, BUNCH // size), 64)
+        self.uploads = [torch.empty(ROOM * bunch, size).share_memory_() for _ in range(k)]
         for j in range(k):
             mine = range(j, n, k)
             self._send(j, ("job", job, mine, store, scratch, self.w, self.uploads[j]))
@@ -136,17 +138,17 @@ class Workers:
         return WorkerDied(f"worker {j} died (exit code {process.exitcode}) with {self.job.list_names(mine)}")
 
     def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
-        """In client order. A worker has room for a few uploads; it goes on when one has been used."""
-        early: dict[int, tuple[int | None, float, str | None]] = {}
+        """In client order. A worker has room for a few bunches of uploads; it goes on when one has been used."""
+        early: dict[int, tuple[int | None, float, str | None, bool]] = {}
         answers = self._ask("train", round, w, clients)
         for client in clients:  # in ascending order, as each worker takes its own
             while client not in early:
-                found, *rest = next(answers)
-                early[found] = tuple(rest)
-            row, loss, fault = early.pop(client)
+                early |= {found: (*rest, last) for (found, *rest), last in _marked(next(answers))}
+            row, loss, fault, last = early.pop(client)
             j = self._owner(client)
             yield Trained(client, None if row is None else self.uploads[j][row], loss, fault)
-            self._send(j, "used")
+            if last:
+                self._send(j, "used")
         for _ in answers:  # until all are done
             pass
 
@@ -169,6 +171,11 @@ class Workers:
 
     def load(self, folder: Path) -> None:
         self._all("load", folder)
+
+
+def _marked(bunch: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each of a bunch, and whether it is the last."""
+    return ((one, k == len(bunch) - 1) for k, one in enumerate(bunch))
 
 
 @contextmanager
@@ -234,19 +241,26 @@ class _Desk:
         self.name = f"shard-{mine[0] if len(mine) else 'none'}"
 
     def train(self, round: int, clients: Sequence[int]) -> None:
+        room, size = len(self.uploads), len(self.uploads) // ROOM
+        bunch: list[tuple[int, int | None, float, str | None]] = []
         for k, done in enumerate(self.shard.train(round, self.w.clone(), clients)):
-            if k >= ROOM:
+            if k >= room and k % size == 0:
                 self._wait_until_used()
             row = None
             if done.upload is not None:
-                row = k % ROOM
+                row = k % room
                 self.uploads[row].copy_(done.upload)
-            self._send((done.client, row, done.loss, done.fault))
-        for _ in clients[:ROOM]:
+            bunch.append((done.client, row, done.loss, done.fault))
+            if len(bunch) == size:
+                self._send(bunch)
+                bunch = []
+        if bunch:
+            self._send(bunch)
+        for _ in range(min(ROOM, -(-len(clients) // size))):
             self._wait_until_used()
 
     def _wait_until_used(self) -> None:
-        """One more of the uploads sent is used, and its room is free."""
+        """One more of the bunches sent is used, and its room is free."""
         said = self.pipe.recv()
         assert said == "used", said
 
