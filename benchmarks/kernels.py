@@ -10,6 +10,7 @@ from statistics import median
 
 import torch
 
+from qupel.machine import keep_memory
 from qupel.prox import prox_centers, prox_weights
 from qupel.quantize import assign, center_gradient, hard, init_centers
 
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="also 10,000,000 weights")
     sizes = [1_000_000, 10_000_000] if parser.parse_args().large else [1_000_000]
     torch.set_num_threads(1)
+    keep_memory()  # as a worker does
     header = True
     for n in sizes:
         for piled in (0.0, 0.9):
