@@ -54,6 +54,11 @@ class Deployed:
         return Deployed(self.x.cpu(), self.codebook.with_centers(c.cpu() for c in self.codebook.centers))
 
 
+def keeps_state(method: Method) -> bool:
+    """Whether a client's next round depends on its last one; a method says no by a class attribute of this name."""
+    return getattr(method, "keeps_state", True)
+
+
 class Method(Protocol):
     """The protocol above. Methods are frozen dataclasses whose fields are their settings."""
 

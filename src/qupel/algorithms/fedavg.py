@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -21,6 +21,8 @@ from qupel.schedule import Clock, Schedule
 @dataclass(frozen=True)
 class FedAvg:
     """w_i = tau optimizer steps on f_i from w;  w = mean of w_i. The optimizer starts afresh every round."""
+
+    keeps_state: ClassVar[bool] = False  # `receive` leaves nothing of what a client had
 
     method: Literal["fedavg"] = "fedavg"
     eta1: Schedule = Schedule(0.1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed, State
+from qupel.algorithms.base import Deployed, State, keeps_state
 from qupel.codebook import Plan, mean_bits, model_bytes
 from qupel.data.batches import batch, chunks, generator, rows_of_steps
 from qupel.data.sources import Arrays
@@ -108,7 +108,7 @@ class Shard:
                 fault = f"round {round + 1}: {fault}" if fault else None
             except Diverged as e:
                 upload, fault = None, f"round {round + 1}, step {len(losses) + 1}: {e.where}"
-            if fault is None:
+            if fault is None and keeps_state(method):
                 self.store.put(client, phase, state)
             yield Trained(client, upload if fault is None else None, mean_or_nan(losses), fault)
 

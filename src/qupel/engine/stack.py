@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import State
+from qupel.algorithms.base import State, keeps_state
 from qupel.data.batches import batch
 from qupel.engine.job import Job
 from qupel.engine.shard import Shard, Trained, all_finite, mean_or_nan, screen, sound
@@ -89,13 +89,14 @@ class StackedShard(Shard):
         # one look at all of them
         clean = sound(state) is None and (uploads is None or uploads is state.x or all_finite(uploads))
         uploads = None if uploads is None else uploads.expand(len(clients), -1)  # (k, d)
+        keeps = keeps_state(method)
         for row, client in enumerate(clients):
-            own, upload, fault = one_of(state, row, w), None if uploads is None else uploads[row], faults.get(row)
+            upload, fault = None if uploads is None else uploads[row], faults.get(row)
             if fault is None and not clean:
-                fault = screen(upload, len(w)) or sound(own)
+                fault = screen(upload, len(w)) or sound(one_of(state, row, w))
                 fault = f"round {round + 1}: {fault}" if fault else None
-            if fault is None:
-                self.store.put(client, phase, own)
+            if fault is None and keeps:
+                self.store.put(client, phase, one_of(state, row, w))
             yield Trained(client, upload if fault is None else None, mean_or_nan(losses[row]), fault)
 
     def _batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
