@@ -101,6 +101,16 @@ def test_workers_train_in_stacks(pools):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("stacked", [False, True])
+def test_fedavgs_clients_keep_nothing(stacked):
+    job = make_job([Phase(FedAvg(), 1), Phase(QuPeL(), 1)], stacked=stacked)
+    with Inline(job) as engine:
+        w, *_ = one_round(job, engine, 0, engine.shard.initial)
+        assert list(engine.shard.store.rows()) == []
+        one_round(job, engine, 1, w)
+        assert [client for client, *_ in engine.shard.store.rows()] == list(range(len(job.parts)))
+
+
 def test_some_clients_are_judged_on_the_way_and_all_at_the_end_of_a_phase():
     job = make_job(recipe(), sizes=(12,) * 8, evaluate_every=1)
     all_judged, _ = run_inline(job)

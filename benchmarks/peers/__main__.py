@@ -9,6 +9,7 @@ the same model. The first round of every run is not counted. Without --data (a f
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ from qupel.files import write_atomic, write_json
 from qupel.machine import machine
 
 HERE = Path(__file__).parent
+FAR = 1.5  # times the fastest peer's round: a peer beyond is run once
 PEERS = {"QuPeL": "ours.py", "Flower simulation": "flower_peer.py", "pfl": "pfl_peer.py"}
 
 
@@ -72,29 +74,38 @@ def run(script: str, folder: Path, out: Path) -> dict:
     return {**json.loads(out.read_text()), "memory": peak, "w": np.load(out.with_suffix(".npy"))}
 
 
+def took_of(run: dict) -> float:
+    """Seconds of a round, without the first."""
+    return statistics.median(run["rounds"][1:])
+
+
 def measure(name: str, data: str | None, repeats: int, place: Path) -> dict:
     """All frameworks in turns on one work item."""
     folder = place / name.replace(" ", "-").replace(",", "")
     said = prepare(WORKS[name], folder, data)
     runs: dict[str, list[dict]] = {peer: [] for peer in PEERS}
+    fastest = math.inf
     for turn in range(repeats):
         for peer, script in PEERS.items():
+            if turn and took_of(runs[peer][0]) > FAR * fastest:
+                continue
             runs[peer].append(run(script, folder, folder / f"{script}-{turn}.json"))
-            took = statistics.median(runs[peer][-1]["rounds"][1:])
-            print(f"{name}: {peer} {took:.3f} s a round", flush=True)
+            print(f"{name}: {peer} {took_of(runs[peer][-1]):.3f} s a round", flush=True)
+        fastest = min(took_of(several[0]) for peer, several in runs.items() if peer != "QuPeL")
     reference = runs["QuPeL"][0]["w"]
     found = {}
     for peer, several in runs.items():
-        seconds = [statistics.median(r["rounds"][1:]) for r in several]
+        seconds = [took_of(r) for r in several]
         found[peer] = {
             "round": statistics.median(seconds),
             "least": min(seconds),
             "most": max(seconds),
             "start": statistics.median(r["start"] for r in several),
             "memory": statistics.median(r["memory"] for r in several),
+            "runs": len(several),
             "apart": float(np.abs(several[0]["w"] - reference).max()),
         }
-    return {"data": said, "runs": repeats, "peers": found}
+    return {"data": said, "peers": found}
 
 
 def page(results: dict[str, dict]) -> str:
@@ -104,7 +115,7 @@ def page(results: dict[str, dict]) -> str:
         "# Against the peers",
         "",
         f"`make bench`; {told['cpus']} CPUs ({told['processor']}), Python {told['python']}, {versions}; "
-        "frameworks in turns, medians of their runs (least to most). Two processes with one thread each, same first "
+        "frameworks in turns, medians (least to most; runs). Two processes with one thread each, same first "
         "model and batches; the last column: how far the last models are apart at most. Evaluation is off everywhere.",
         "",
         "CNN: 5 layers, 797,962 parameters, batch 50. MLP: 64-64-32-10, 6,570 parameters, batch 10; wide MLP: 50,826 "
@@ -118,7 +129,7 @@ def page(results: dict[str, dict]) -> str:
     for name, result in results.items():
         ours = result["peers"]["QuPeL"]["round"]
         for peer, r in result["peers"].items():
-            spread = f"{r['round']:.3f} ({r['least']:.3f} to {r['most']:.3f}, {result['runs']} runs)"
+            spread = f"{r['round']:.3f} ({r['least']:.3f} to {r['most']:.3f}; {r['runs']})"
             lines.append(
                 f"| {name} | {peer} | {spread} | {r['round'] / ours:.2f} | {r['start']:.1f} "
                 f"| {r['memory'] / 1e6:.0f} MB | {r['apart']:.0e} |"
