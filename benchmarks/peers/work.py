@@ -53,7 +53,7 @@ class Work:
 
 
 _CNN = {"model": "cnn5", "clients": 20, "rounds": 3, "steps": 10, "batch": 50, "samples": 500}
-_MLP = {"model": "mlp", "rounds": 3, "steps": 10, "batch": 10, "samples": 100}  # a round is an epoch
+_MLP = {"model": "mlp", "rounds": 6, "steps": 10, "batch": 10, "samples": 100}  # a round is an epoch
 WORKS = {
     "FedAvg, CNN, 20 clients": Work(**_CNN),
     "QuPeL 2 bits, CNN, 20 clients": Work(**_CNN, bits=2),
