@@ -12,9 +12,9 @@ import qupel
 SOURCE = Path(qupel.__file__).parent
 # from the ground up; a room may import itself and what stands before it
 ROOMS = (
-    "errors", "files", "machine", "flat", "quantize", "prox", "codebook", "schedule", "optim", "oracle", "models",
-    "data", "algorithms", "theory", "diagnostics", "evaluate", "engine", "recipes", "terminal", "deploy", "config",
-    "experiment", "flower", "report", "reproduce", "convergence", "api", "cli",
+    "errors", "files", "machine", "flat", "quantize", "prox", "codebook", "schedule", "optim", "convolution", "oracle",
+    "models", "data", "algorithms", "theory", "diagnostics", "evaluate", "engine", "recipes", "terminal", "deploy",
+    "config", "experiment", "flower", "report", "reproduce", "convergence", "api", "cli",
 )  # fmt: skip
 OPTIONAL = ("onnx", "onnxruntime", "onnxscript", "coremltools", "datasets", "flwr", "zstandard", "tensorboard")
 DOORS = {"__init__", "__main__"}  # the package's own front doors stand outside

@@ -95,6 +95,9 @@ def main() -> None:
     )
     if os.environ.get("RANK", "0") == "0":
         tell(times.begun, times.ended, net.inner)
+    if torch.distributed.is_initialized():  # else one process may find the other gone, and abort
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

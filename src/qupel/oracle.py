@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
+from qupel.convolution import use_fft
 from qupel.flat import Layout, Slot
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> mean loss over the batch
@@ -34,6 +35,7 @@ class Oracle:
 
     def __init__(self, module: nn.Module, loss: Loss, dtype: torch.dtype = torch.float32) -> None:
         self.module = _for_training(module)
+        use_fft(self.module)
         self.layout = Layout.of(self.module, dtype)
         self.values = self.layout.bind(self.module)
         self.parameters = dict(self.module.named_parameters())
