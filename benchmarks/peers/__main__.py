@@ -146,7 +146,7 @@ def page(results: dict[str, dict]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="work items whose name contains this")
+    parser.add_argument("--only", help="the work item of this name, else those whose names contain it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data", default=os.environ.get("QUPEL_DATA"))
     parser.add_argument("--out", type=Path, help="a folder for benchmarks.md and benchmarks.json")
@@ -155,7 +155,7 @@ def main() -> None:
     results = json.loads(known.read_text()) if known and known.exists() else {}
     with tempfile.TemporaryDirectory() as place:
         for name in WORKS:
-            if not options.only or options.only in name:
+            if name == options.only or (options.only not in WORKS and (options.only or "") in name):
                 results[name] = measure(name, options.data, options.repeats, Path(place))
                 results = {k: results[k] for k in WORKS if k in results}
                 if options.out:  # item by item: what is measured is not lost
