@@ -126,8 +126,8 @@ def page(results: dict[str, dict]) -> str:
         "CNN: 5 layers, 797,962 parameters, batch 50. MLP: 64-64-32-10, 6,570 parameters, batch 10; wide MLP: 50,826 "
         "parameters. Ten local steps a round; a client of an MLP has 100 samples, so that a round is an epoch. "
         "Images and models come in PyTorch's default memory order, unless an item says channels_last; our engine "
-        "changes to it by itself. QuPeL on a peer is plain PyTorch in that peer's idiom ("
-        "benchmarks/peers/plain.py).",
+        "changes to it by itself, and takes 5x5 convolutions forward by FFT. QuPeL on a peer is plain PyTorch in that "
+        "peer's idiom (benchmarks/peers/plain.py).",
         "",
         "| work | framework | seconds a round | ratio to ours | start s | peak memory | apart |",
         "|---|---|---|---|---|---|---|",
