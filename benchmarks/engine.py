@@ -24,16 +24,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from qupel import config, experiment, models
-from qupel.algorithms import FedAvg, Phase, QuPeL
-from qupel.codebook import plan_bits
+from qupel.core.codebook import plan_bits
+from qupel.core.layout import Layout
 from qupel.data import partition, sources
 from qupel.engine import group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import one_round
 from qupel.engine.workers import Pool, Workers
-from qupel.flat import Layout
+from qupel.parts.methods import FedAvg, Phase, QuPeL
+from qupel.run import config, experiment
+from qupel.tasks import zoo as models
 
 CLIENTS, STEPS, BATCH = 4, 10, 50
 

@@ -13,11 +13,11 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from qupel import config as configs
 from qupel.flower import folder as folders
 from qupel.flower.drive import drive
 from qupel.flower.server import Request, Terms
 from qupel.flower.tryout import SERVER, Running, down, up
+from qupel.run import config as configs
 
 CONFIG = """
 rounds = {rounds}

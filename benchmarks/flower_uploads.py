@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from qupel import config as configs
 from qupel.data.batches import generator
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import run
 from qupel.engine.shard import Trained
-from qupel.experiment import build_job, cells
 from qupel.flower.wire import Codec, decode, encode
+from qupel.run import config as configs
+from qupel.run.experiment import build_job, cells
 
 CONFIG = """
 seeds = [0, 1, 2]

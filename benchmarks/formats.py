@@ -26,14 +26,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from qupel import models
-from qupel.codebook import Codebook, plan_bits, start_codebook
+from qupel.core.codebook import Codebook, plan_bits, start_codebook
+from qupel.core.layout import Layout
 from qupel.deploy import About, empty, export_coreml, export_onnx, keep_packed, load, save
 from qupel.deploy.memory import peak, reset_peak, resident
 from qupel.deploy.onnx import session
 from qupel.deploy.packed import pack_model
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 
 LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 MEAN, STD = (0.49139968, 0.48215841, 0.44653091), (0.24703223, 0.24348513, 0.26158784)

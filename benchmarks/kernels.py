@@ -10,9 +10,9 @@ from statistics import median
 
 import torch
 
-from qupel.machine import keep_memory
-from qupel.prox import prox_centers, prox_weights
-from qupel.quantize import assign, center_gradient, hard, init_centers
+from qupel.core.prox import prox_centers, prox_weights
+from qupel.core.quantize import assign, center_gradient, hard, init_centers
+from qupel.util.machine import keep_memory
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from qupel import models
-from qupel.algorithms import FedAvg, Phase, QuPeL
-from qupel.codebook import plan_bits
+from qupel.core.codebook import plan_bits
+from qupel.core.layout import Layout
 from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import one_round
-from qupel.flat import Layout
+from qupel.parts.methods import FedAvg, Phase, QuPeL
+from qupel.tasks import zoo as models
 
 COHORT, SAMPLES, STEPS, BATCH = 100, 100, 5, 20
 METHODS = {"fedavg": FedAvg(), "qupel": QuPeL()}

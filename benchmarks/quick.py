@@ -14,10 +14,10 @@ import torch
 import engine
 import many_clients
 import step_cost
-from qupel.algorithms import FedAvg
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import one_round
-from qupel.machine import keep_memory
+from qupel.parts.methods import FedAvg
+from qupel.util.machine import keep_memory
 
 CLIENTS = 1_000
 Line = tuple[str, float, str, bool]  # what, ratio, bar and limit in words, within the limit

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from qupel import models
-from qupel.algorithms import Local, QuPeL, State
-from qupel.codebook import plan_bits
+from qupel.core.codebook import plan_bits
+from qupel.core.layout import Layout
+from qupel.core.prox import prox_centers
+from qupel.core.quantize import init_centers
+from qupel.core.schedule import Clock
 from qupel.engine.stack import most_clients, together
-from qupel.flat import Layout
-from qupel.machine import keep_memory
-from qupel.oracle import Oracle, StackOracle
-from qupel.prox import prox_centers
-from qupel.quantize import init_centers
-from qupel.schedule import Clock
+from qupel.parts.methods import Local, QuPeL, State
+from qupel.tasks import zoo as models
+from qupel.tasks.task import Oracle, StackOracle
+from qupel.util.machine import keep_memory
 
 LIMIT = {"resnet20": 1.06, "cnn5": 1.06, "digits_cnn": 2.5}
 WORK = {"resnet20": ((3, 32, 32), 128), "cnn5": ((3, 32, 32), 50), "digits_cnn": ((1, 8, 8), 20)}

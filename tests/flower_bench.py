@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from qupel import config as configs
 from qupel.flower.client import Client
 from qupel.flower.server import Reply, Request, Terms
 from qupel.flower.task import load_client
+from qupel.run import config as configs
 
 BITS = (1, 32, 3, 2, 2, 4)
 SPLIT = """[split]

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qupel.algorithms import BinaryRelax, FedAvg, FineTune, Local, PostTraining, ProxQuant, Quantizer, QuPeL, State
-from qupel.algorithms.base import mean
-from qupel.codebook import Codebook
-from qupel.flat import Layout, Slot
-from qupel.optim import SGD, Adam
-from qupel.quantize import init_centers
-from qupel.schedule import Clock, Follow, Schedule
+from qupel.core.codebook import Codebook
+from qupel.core.layout import Layout, Slot
+from qupel.core.optim import SGD, Adam
+from qupel.core.quantize import init_centers
+from qupel.core.schedule import Clock, Follow, Schedule
+from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, PostTraining, ProxQuant, Quantizer, QuPeL, State
+from qupel.parts.methods.base import mean
 
 # A model of 8 numbers; 1..6 are the quantized layer "q". f(v) = sum_k a_k (v_k - b_k)^2 / 2 - everything in float64.
 LAYER = Slot("q", (6,), 1, 7)

@@ -12,9 +12,8 @@ import qupel
 SOURCE = Path(qupel.__file__).parent
 # from the ground up; a room may import itself and what stands before it
 ROOMS = (
-    "errors", "files", "machine", "flat", "quantize", "prox", "codebook", "schedule", "optim", "convolution", "oracle",
-    "models", "data", "algorithms", "theory", "diagnostics", "evaluate", "engine", "recipes", "terminal", "deploy",
-    "config", "experiment", "flower", "report", "reproduce", "convergence", "api", "cli",
+    "util", "core", "tasks", "data", "parts", "paper", "engine",
+    "deploy", "run", "flower", "report", "cli",
 )  # fmt: skip
 OPTIONAL = ("onnx", "onnxruntime", "onnxscript", "coremltools", "datasets", "flwr", "zstandard", "tensorboard")
 DOORS = {"__init__", "__main__"}  # the package's own front doors stand outside
@@ -70,7 +69,7 @@ def test_methods_do_not_know_one_another():
     for path in (SOURCE / "algorithms").glob("*.py"):
         if path.stem == "__init__":
             continue
-        shared = {m.split(".")[2] for m, _ in imports(path) if m.startswith("qupel.algorithms.")}
+        shared = {m.split(".")[2] for m, _ in imports(path) if m.startswith("qupel.parts.methods.")}
         assert shared <= {"base", "quantizer"}, path
 
 
@@ -78,8 +77,8 @@ def test_engines_know_no_concrete_method():
     allowed = {"Phase", "Method", "State", "Deployed", "keeps_state"}
     for path in (SOURCE / "engine").glob("*.py"):
         for module, names in imports(path):
-            if module.startswith("qupel.algorithms"):
-                assert module in {"qupel.algorithms", "qupel.algorithms.base"}, path
+            if module.startswith("qupel.parts.methods"):
+                assert module in {"qupel.parts.methods", "qupel.parts.methods.base"}, path
                 assert set(names) <= allowed, path
 
 

@@ -6,7 +6,7 @@ import torch
 
 from qupel.data import load
 from qupel.data.sources import from_arrays, from_npz
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 
 def colours(n, shape):

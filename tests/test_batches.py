@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from qupel.data.batches import Transform, batch, chunks, generator, rows
 from qupel.data.sources import Arrays, from_arrays, load
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 
 def images(n=7, channels=3, height=8, width=6, seed=0):

@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from qupel.data.sources import AVAILABLE as DATASETS
-from qupel.models import AVAILABLE as MODELS
-from qupel.recipes import RECIPES
+from qupel.run.recipes import RECIPES
+from qupel.tasks.zoo import AVAILABLE as MODELS
 
 with warnings.catch_warnings():  # typer imports names that its dependency click has deprecated
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from qupel.codebook import Codebook, mean_bits, model_bytes, plan_bits, start_codebook
-from qupel.errors import UserError
-from qupel.flat import Layout
-from qupel.models import cnn5
-from qupel.quantize import init_centers
+from qupel.core.codebook import Codebook, mean_bits, model_bytes, plan_bits, start_codebook
+from qupel.core.layout import Layout
+from qupel.core.quantize import init_centers
+from qupel.tasks.zoo import cnn5
+from qupel.util.errors import UserError
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from qupel import config as configs
-from qupel import experiment
-from qupel.algorithms import BinaryRelax, FedAvg, FineTune, Local, PostTraining, ProxQuant, QuPeL
-from qupel.errors import UserError
-from qupel.optim import SGD, Adam
-from qupel.recipes import RECIPES, Budget, Settings
-from qupel.schedule import Schedule, Travel
+from qupel.core.optim import SGD, Adam
+from qupel.core.schedule import Schedule, Travel
+from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, PostTraining, ProxQuant, QuPeL
+from qupel.run import config as configs
+from qupel.run import experiment
+from qupel.run.recipes import RECIPES, Budget, Settings
+from qupel.util.errors import UserError
 
 BASE = '[methods.QuPeL]\nrecipe = "qupel"\n'
 

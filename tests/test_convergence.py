@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from qupel.convergence.config import ProblemConfig, load
-from qupel.convergence.page import publish
-from qupel.convergence.problem import build
-from qupel.convergence.run import run_theorem1, run_theorem2
-from qupel.convergence.study import study, theorem1_row
-from qupel.errors import UserError
-from qupel.theory import theorem2_bound, theorem2_sharp
+from qupel.paper.convergence.config import ProblemConfig, load
+from qupel.paper.convergence.page import publish
+from qupel.paper.convergence.problem import build
+from qupel.paper.convergence.run import run_theorem1, run_theorem2
+from qupel.paper.convergence.study import study, theorem1_row
+from qupel.paper.theory import theorem2_bound, theorem2_sharp
+from qupel.util.errors import UserError
 
 EXPERIMENTS = Path(__file__).parent.parent / "experiments"
 SOFTMAX = ProblemConfig(P=3.0, lam=0.3, mu=0.1, center_bound=0.8, samples=60, features=4)

@@ -5,9 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qupel import convolution, models
-from qupel.convolution import use_fft
-from qupel.oracle import Oracle
+from qupel.tasks import convolution
+from qupel.tasks import zoo as models
+from qupel.tasks.convolution import use_fft
+from qupel.tasks.task import Oracle
 
 by_fft = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX2" or not torch.backends.nnpack.is_available(),

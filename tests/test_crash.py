@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from qupel import config as configs
-from qupel.experiment import run_experiment
+from qupel.run import config as configs
+from qupel.run.experiment import run_experiment
 
 CONFIG = """
 rounds = 10

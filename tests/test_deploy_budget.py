@@ -5,13 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qupel import models
-from qupel.codebook import start_codebook
+from qupel.core.codebook import start_codebook
+from qupel.core.layout import Layout
 from qupel.deploy import About
 from qupel.deploy.budget import Planner, file_bytes, parse_size, plan_budget, relative_errors
 from qupel.deploy.file import dumps, pack_model
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 
 
 def real_bytes(module, levels, about, rest="fp32"):

@@ -7,15 +7,15 @@ import pytest
 import torch
 from PIL import Image
 
-from qupel import models
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
 from qupel.data import sources
 from qupel.deploy import About, FormatError, load, open_model, save
 from qupel.deploy import inspect as look
 from qupel.deploy.file import write_file
 from qupel.deploy.onnx import export_onnx
 from qupel.deploy.predict import accuracy, read_inputs
-from qupel.errors import UserError
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 from test_deploy_file import deployed, resnet
 
 with warnings.catch_warnings():  # typer imports names that its dependency click has deprecated

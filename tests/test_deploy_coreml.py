@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from qupel import models
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
+from qupel.core.layout import Layout
 from qupel.deploy import About
 from qupel.deploy import coreml as export
 from qupel.deploy.coreml import export_coreml, target
 from qupel.deploy.packed import pack_model
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 from test_deploy_file import deployed, resnet
 
 

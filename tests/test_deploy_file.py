@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from qupel import models
-from qupel.codebook import Codebook, start_codebook
+from qupel.core.codebook import Codebook, start_codebook
+from qupel.core.layout import Layout
 from qupel.deploy import About, FormatError, load, save
 from qupel.deploy.file import dumps, loads, pack_model, write_file
 from qupel.deploy.pack import bits_for, chunks, decode, pack, packed_size, padding_is_zero, unpack
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 
 
 def deployed(module, levels, how="quantile"):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from qupel import models
-from qupel.codebook import start_codebook
+from qupel.core.codebook import start_codebook
+from qupel.core.layout import Layout
 from qupel.deploy import About, FormatError, zstd
 from qupel.deploy.file import dumps, loads, pack_model
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 
 ODD = [-1, 0, 1, 2, 3, 7, 8, 255, 256, 257, 2**31, 2**32, 2**63, 2**64, 10**30, 10**400, 0.5, 1e308, True, None, ""]
 ODD += ["F32", "U8", "BOOL", "\x1b[2J", "a" * 300, [], {}, [0], [1, 2], [0, 10**12], [2**31] * 8, [[]], {"a": 1}]

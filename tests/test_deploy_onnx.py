@@ -5,15 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from qupel import models
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
+from qupel.core.layout import Layout
 from qupel.deploy import About, FormatError
 from qupel.deploy import onnx as export
 from qupel.deploy.onnx import export_onnx, read_about, session
 from qupel.deploy.pack import bits_for, pack
 from qupel.deploy.packed import Layer, pack_model
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 from test_deploy_file import deployed, resnet
 
 onnx = pytest.importorskip("onnx")

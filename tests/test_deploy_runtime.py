@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from qupel import models
 from qupel.deploy import About, empty, save
 from qupel.deploy.packed import pack_model
 from qupel.deploy.runtime import keep_packed
-from qupel.errors import UserError
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 from test_deploy_file import deployed, resnet
 
 

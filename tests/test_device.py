@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from pretend import CUDA, Pretend
-from qupel.algorithms import BinaryRelax, Local, Phase, PostTraining, ProxQuant, Quantizer
+from qupel.core.optim import Adam
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.errors import UserError
-from qupel.machine import check_device
-from qupel.optim import Adam
+from qupel.parts.methods import BinaryRelax, Local, Phase, PostTraining, ProxQuant, Quantizer
+from qupel.util.errors import UserError
+from qupel.util.machine import check_device
 from tiny import blobs, final_models, local, make_job, mlp, recipe, run_inline, same, timeless
 
 SOFT = Quantizer(mode="soft", init="kmeans", gradient="mean", carry=True)
@@ -96,7 +96,7 @@ def test_a_process_that_trains_keeps_its_memory():
     """Blocks of 8 MB, taken and freed: the pages of the first are those of all others."""
     code = """
 import resource, torch
-from qupel.machine import keep_memory
+from qupel.util.machine import keep_memory
 keep_memory()
 def faults():
     for _ in range(20):

@@ -11,15 +11,15 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from qupel import cli
-from qupel.algorithms import FedAvg, Local, Phase, Quantizer, QuPeL, State
-from qupel.codebook import plan_bits
-from qupel.diagnostics import NO_BATCH, ClientLoss, decrease, gradients, lambda_p, objective, sketch, spread
+from qupel.core.codebook import plan_bits
+from qupel.core.optim import SGD
+from qupel.core.schedule import Clock, Schedule, Travel, half_gap, travelled, weight_pull
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.engine.workers import Pool, Workers
-from qupel.optim import SGD
-from qupel.oracle import Oracle
-from qupel.schedule import Clock, Schedule, Travel, half_gap, travelled, weight_pull
+from qupel.paper.diagnostics import NO_BATCH, ClientLoss, decrease, gradients, lambda_p, objective, sketch, spread
+from qupel.parts.methods import FedAvg, Local, Phase, Quantizer, QuPeL, State
+from qupel.tasks.task import Oracle
 from tiny import QUANTIZER, blobs, final_models, make_job, mlp, norm_net, recipe, run_inline, same, timeless
 
 ONE = Clock(0, 1, 1)

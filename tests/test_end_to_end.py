@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from qupel import config, experiment
 from qupel.deploy.file import load
 from qupel.deploy.predict import accuracy, open_model
+from qupel.run import config, experiment
 
 CONFIG = """
 seeds = [3]
@@ -60,7 +60,7 @@ def test_files_fit_their_clients_budget_and_onnx_gives_the_reported_accuracy(
 
 
 def test_a_budget_that_nothing_fits_is_refused_before_training(tmp_path: Path) -> None:
-    from qupel.errors import UserError
+    from qupel.util.errors import UserError
 
     with pytest.raises(UserError, match="even 1 bit takes"):
         experiment.run_experiment(config.parse(CONFIG.replace("22 KiB", "2 KiB"), "test"), tmp_path / "run")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qupel.algorithms import FedAvg, FineTune, Local, Phase, QuPeL, State
+from qupel.core.layout import Layout
 from qupel.data.batches import rows
 from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
@@ -19,8 +19,8 @@ from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, check_trainable, one_round, run
 from qupel.engine.workers import Pool, WorkerDied, Workers
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.parts.methods import FedAvg, FineTune, Local, Phase, QuPeL, State
+from qupel.util.errors import UserError
 from tiny import (
     CLASSES,
     INPUTS,

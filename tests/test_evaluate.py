@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qupel.algorithms import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, QuPeL, State
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
+from qupel.core.layout import Layout
+from qupel.core.quantize import init_centers
+from qupel.core.schedule import Schedule
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.engine.shard import Shard
-from qupel.evaluate import Judge
-from qupel.flat import Layout
-from qupel.models import digits_cnn, resnet20
-from qupel.oracle import Diverged, Oracle
-from qupel.quantize import init_centers
-from qupel.schedule import Schedule
+from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, QuPeL, State
+from qupel.tasks.judge import Judge
+from qupel.tasks.task import Diverged, Oracle
+from qupel.tasks.zoo import digits_cnn, resnet20
 from tiny import QUANTIZER, blobs, make_job, mlp, norm_net
 
 # --- the oracle ---

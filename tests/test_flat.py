@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from qupel import models
-from qupel.errors import UserError
-from qupel.flat import Layout, choose_layers
+from qupel.core.layout import Layout, choose_layers
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 
 
 class Owned(nn.Module):

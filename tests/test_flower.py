@@ -24,16 +24,16 @@ import pytest
 import torch
 
 import flower_bench as bench
-from qupel import config as configs
 from qupel.engine import group as groups
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.experiment import build_job, cells, engine_for, run_experiment
 from qupel.flower import frames, processes
 from qupel.flower.folder import Federation, flower_environment, free_port
 from qupel.flower.processes import end, start
 from qupel.flower.server import conduct
 from qupel.flower.tryout import SERVER, Running, down, up
+from qupel.run import config as configs
+from qupel.run.experiment import build_job, cells, engine_for, run_experiment
 from tiny import timeless
 
 pytest.importorskip("flwr")

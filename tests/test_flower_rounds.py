@@ -13,12 +13,12 @@ import torch
 
 import flower_bench as bench
 from flower_bench import Direct, Reply
-from qupel import config as configs
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, run
-from qupel.errors import UserError
-from qupel.experiment import build_job, cells, run_experiment
 from qupel.flower.server import conduct
+from qupel.run import config as configs
+from qupel.run.experiment import build_job, cells, run_experiment
+from qupel.util.errors import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qupel.algorithms import Phase
-from qupel.errors import UserError
 from qupel.flower.task import Task
 from qupel.flower.wire import BLOCK, decode, encode, noise_deviation, privatize, wire_bytes
-from qupel.recipes import RECIPES, Budget, Settings
+from qupel.parts.methods import Phase
+from qupel.run.recipes import RECIPES, Budget, Settings
+from qupel.util.errors import UserError
 
 CODECS = ("fp32", "fp16", "int8")
 

@@ -14,10 +14,10 @@ import time
 import pytest
 
 import flower_bench as bench
-from qupel.errors import UserError
 from qupel.flower import frames, processes
 from qupel.flower.processes import Process, end, start, started
 from qupel.flower.thin import WorkerMissing, forward
+from qupel.util.errors import UserError
 
 HELLO = {"kind": "hello", "protocol": 1, "seed": 0}
 
@@ -167,8 +167,8 @@ def test_a_process_that_does_not_listen_is_ended_all_the_same(tmp_path):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     pytest.importorskip("cryptography")
-    from qupel import config as configs
     from qupel.flower.folder import init
+    from qupel.run import config as configs
 
     folder = tmp_path_factory.mktemp("made") / "a folder"
     return init(folder, 2, "flower.example.org", 8443, configs.parse(bench.config(2), "test"), "/opt/qupel")

@@ -7,7 +7,7 @@ import pytest
 
 from qupel.engine import group as groups
 from qupel.engine.group import Lost
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 
 def test_a_rank_that_hangs_is_named_after_the_timeout_and_ended():

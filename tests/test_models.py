@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from qupel import models
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.core.layout import Layout
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 
 
 @pytest.mark.parametrize(

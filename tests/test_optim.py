@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from qupel.core.layout import Layout
+from qupel.core.optim import SGD, Adam
 from qupel.data.sources import load
-from qupel.flat import Layout
-from qupel.models import digits_cnn
-from qupel.optim import SGD, Adam
-from qupel.oracle import Oracle
+from qupel.tasks.task import Oracle
+from qupel.tasks.zoo import digits_cnn
 
 CASES = [
     (SGD(), lambda p, lr: torch.optim.SGD(p, lr)),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from qupel.data import partition
 from qupel.data.sources import load
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 
 def balanced(classes, each, seed=0):

@@ -13,9 +13,9 @@ from ours import job_of
 from plain import first_state, qupel_round, sgd_round
 from work import Prepared, Work, prepare
 
+from qupel.core.layout import Layout
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import one_round
-from qupel.flat import Layout
 
 ROUNDS = 3
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from qupel.prox import distance, prox_centers, prox_weights
-from qupel.quantize import assign, hard
+from qupel.core.prox import distance, prox_centers, prox_weights
+from qupel.core.quantize import assign, hard
 
 coarse = st.integers(-16, 16).map(lambda k: k / 8)  # ties, duplicates and weights on centers are common
 fine = st.floats(-4, 4).filter(lambda v: v == 0 or abs(v) > 1e-30)

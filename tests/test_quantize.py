@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qupel import quantize
+from qupel.core import quantize
 
 coarse = st.integers(-16, 16).map(lambda k: k / 8)  # ties and duplicates are common, arithmetic is exact
 fine = st.floats(-4, 4, width=32).filter(lambda v: v == 0 or abs(v) > 1e-30)

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from qupel import config as configs
-from qupel import experiment
 from qupel.engine import group as groups
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.group import Group
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, run
-from qupel.errors import UserError
+from qupel.run import config as configs
+from qupel.run import experiment
+from qupel.util.errors import UserError
 from test_crash import clean, outcome
 from tiny import final_models, run_inline, same, timeless
 

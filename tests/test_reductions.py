@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qupel.algorithms import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, QuPeL, State
-from qupel.algorithms.base import Alone
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
+from qupel.core.layout import Layout
+from qupel.core.optim import SGD, Adam
+from qupel.core.schedule import Clock, Schedule, Travel
 from qupel.data.batches import rows
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.flat import Layout
-from qupel.optim import SGD, Adam
-from qupel.oracle import Oracle
-from qupel.schedule import Clock, Schedule, Travel
+from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, QuPeL, State
+from qupel.parts.methods.base import Alone
+from qupel.tasks.task import Oracle
 from tiny import QUANTIZER, blobs, make_job, mlp, run_inline, same
 
 

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qupel.algorithms import FedAvg, FineTune, Local, QuPeL
-from qupel.errors import UserError
-from qupel.experiment import cells, result_file
-from qupel.recipes import RECIPES, Budget
-from qupel.report import paper
+from qupel.core.schedule import Clock
+from qupel.paper import published as paper
+from qupel.paper.reproduce import plan
+from qupel.paper.reproduce.commands import _duration, reproduce
+from qupel.paper.reproduce.publish import publish
+from qupel.parts.methods import FedAvg, FineTune, Local, QuPeL
 from qupel.report.commands import write_report
-from qupel.reproduce import plan
-from qupel.reproduce.commands import _duration, reproduce
-from qupel.reproduce.publish import publish
-from qupel.schedule import Clock
+from qupel.run.experiment import cells, result_file
+from qupel.run.recipes import RECIPES, Budget
+from qupel.util.errors import UserError
 
 COMMAND = [sys.executable, "-m", "qupel", "reproduce", "table2", "--scale", "smoke", "--seeds", "1", "--workers", "1"]
 
@@ -411,9 +411,9 @@ def test_event_files(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from qupel import config as configs
-    from qupel.experiment import run_experiment
     from qupel.report.board import Board
+    from qupel.run import config as configs
+    from qupel.run.experiment import run_experiment
 
     text = "rounds = 4\nlocal_steps = 2\nevaluate_every = 2\n[split]\nclients = 2\ntrain_per_client = 12\n"
     config = configs.parse(text + '[methods.FedAvg]\nrecipe = "fedavg"\nwarmup = 0.0\n', "c")

@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from qupel.prox import prox_centers, prox_weights
-from qupel.schedule import Clock, Follow, Schedule, Travel, center_pull, half_gap, weight_pull
+from qupel.core.prox import prox_centers, prox_weights
+from qupel.core.schedule import Clock, Follow, Schedule, Travel, center_pull, half_gap, weight_pull
 
 
 def test_epochs_count_from_one():

@@ -16,7 +16,7 @@ from PIL import Image
 
 from qupel.data import images, load
 from qupel.data.sources import AVAILABLE
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 REAL = os.environ.get("QUPEL_DATA", "")
 needs_real = {

@@ -13,21 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qupel
-from qupel import config as configs
-from qupel import experiment, models
-from qupel.algorithms import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, Quantizer, QuPeL
+from qupel.core.optim import SGD, Adam
+from qupel.core.prox import RULES, prox_centers, prox_weights
+from qupel.core.quantize import assign, center_gradient, counts, hard, pick, soft_at, soft_gradient, steepness
+from qupel.core.schedule import Follow, Schedule, Travel
 from qupel.data.sources import from_arrays
 from qupel.engine import choice, stack
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import choose
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Stopped, run
-from qupel.errors import UserError
-from qupel.optim import SGD, Adam
-from qupel.oracle import Oracle, StackOracle
-from qupel.prox import RULES, prox_centers, prox_weights
-from qupel.quantize import assign, center_gradient, counts, hard, pick, soft_at, soft_gradient, steepness
-from qupel.schedule import Follow, Schedule, Travel
+from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, Quantizer, QuPeL
+from qupel.run import config as configs
+from qupel.run import experiment
+from qupel.tasks import zoo as models
+from qupel.tasks.task import Oracle, StackOracle
+from qupel.util.errors import UserError
 from tiny import CLASSES, Drops, blobs, bomb, final_models, make_job, mlp, norm_net, recipe, run_inline, same, timeless
 
 SIZES = (12, 5, 30, 8, 12, 12, 3, 40)

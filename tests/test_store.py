@@ -6,12 +6,12 @@ import os
 import pytest
 import torch
 
-from qupel.algorithms import State
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
+from qupel.core.layout import Layout
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.store import DiskStore, MemoryStore, restore, snapshot
-from qupel.errors import UserError
-from qupel.flat import Layout
+from qupel.parts.methods import State
+from qupel.util.errors import UserError
 from tiny import make_job, mlp, recipe, run_inline, same, timeless
 
 LAYOUT = Layout.of(mlp())

@@ -9,15 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from qupel.algorithms import Quantizer
-from qupel.codebook import Codebook
-from qupel.convergence.config import ProblemConfig
-from qupel.convergence.problem import build
-from qupel.diagnostics import NO_BATCH
-from qupel.errors import UserError
-from qupel.quantize import soft_at
-from qupel.schedule import Clock, Schedule, Travel
-from qupel.theory import (
+from qupel.core.codebook import Codebook
+from qupel.core.quantize import soft_at
+from qupel.core.schedule import Clock, Schedule, Travel
+from qupel.paper.convergence.config import ProblemConfig
+from qupel.paper.convergence.problem import build
+from qupel.paper.diagnostics import NO_BATCH
+from qupel.paper.theory import (
     LossConstants,
     Steps,
     curvature,
@@ -31,6 +29,8 @@ from qupel.theory import (
     theorem2_sharp,
     theorem2_steps,
 )
+from qupel.parts.methods import Quantizer
+from qupel.util.errors import UserError
 
 seeds = st.integers(0, 2**32 - 1)
 

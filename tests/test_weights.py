@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from qupel.algorithms.base import Deployed
-from qupel.codebook import Codebook, plan_bits
+from qupel.core.codebook import Codebook, plan_bits
+from qupel.core.layout import Layout
 from qupel.engine.weights import BINS, histogram, shown_clients, told
-from qupel.flat import Layout
+from qupel.parts.methods.base import Deployed
 from tiny import local, make_job, mlp, recipe, run_inline
 
 LAYER = "2.weight"  # of tiny.mlp

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qupel.algorithms import FedAvg, FineTune, Local, Phase, Quantizer, QuPeL
-from qupel.codebook import plan_bits
+from qupel.core.codebook import plan_bits
+from qupel.core.layout import Layout
+from qupel.core.optim import SGD
+from qupel.core.schedule import Follow, Schedule
 from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.flat import Layout
-from qupel.optim import SGD
-from qupel.schedule import Follow, Schedule
+from qupel.parts.methods import FedAvg, FineTune, Local, Phase, Quantizer, QuPeL
 
 INPUTS, CLASSES = 6, 3
 

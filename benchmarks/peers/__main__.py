@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from work import WORKS, prepare
 
-from qupel.files import write_atomic, write_json
-from qupel.machine import machine
+from qupel.util.files import write_atomic, write_json
+from qupel.util.machine import machine
 
 HERE = Path(__file__).parent
 FAR = 1.5  # times the fastest peer's round: a peer beyond is run once, and counted while its memory is watched

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from work import SEED, Prepared, now, tell
 
-from qupel.algorithms import FedAvg, Phase, Quantizer, QuPeL
-from qupel.codebook import plan_bits
+from qupel.core.codebook import plan_bits
+from qupel.core.layout import Layout
+from qupel.core.schedule import Schedule
 from qupel.data import sources
 from qupel.data.partition import Part
 from qupel.engine.choice import settled
 from qupel.engine.job import Job
 from qupel.engine.rounds import one_round
 from qupel.engine.workers import Pool, Workers
-from qupel.flat import Layout
-from qupel.schedule import Schedule
+from qupel.parts.methods import FedAvg, Phase, Quantizer, QuPeL
 
 
 def job_of(prepared: Prepared) -> Job:

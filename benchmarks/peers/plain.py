@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from work import Work
 
-from qupel.flat import Layout
+from qupel.core.layout import Layout
 
 Named = dict[str, Tensor]
 Batches = list[tuple[Tensor, Tensor]]

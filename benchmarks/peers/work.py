@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qupel import models
+from qupel.core.layout import Layout
 from qupel.data.batches import Transform, generator, rows
 from qupel.data.sources import load
-from qupel.flat import Layout
+from qupel.tasks import zoo as models
 
 CLASSES, SEED = 10, 0
 HIDDEN = {"mlp": (64, 32), "wide mlp": (256, 128)}  # of the digits MLPs: 6,570 and 50,826 parameters

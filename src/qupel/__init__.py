@@ -4,14 +4,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qupel.api import Client, Fit, fit
-    from qupel.errors import UserError
-    from qupel.recipes import Settings
+    from qupel.run.api import Client, Fit, fit
+    from qupel.run.recipes import Settings
+    from qupel.util.errors import UserError
 
 __version__ = "0.1.0"
 __all__ = ["Client", "Fit", "Settings", "UserError", "fit"]
 
-_HOMES = {"Client": "api", "Fit": "api", "Settings": "recipes", "UserError": "errors", "fit": "api"}
+_HOMES = {
+    "Client": "run.api",
+    "Fit": "run.api",
+    "Settings": "run.recipes",
+    "UserError": "util.errors",
+    "fit": "run.api",
+}
 
 
 def __getattr__(name: str) -> Any:

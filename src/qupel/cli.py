@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.table import Table
 
-from qupel.convergence.commands import theory
 from qupel.deploy import commands as deploy
-from qupel.errors import UserError
 from qupel.flower import commands as flower
+from qupel.paper.convergence.commands import theory
+from qupel.paper.reproduce import commands as reproduce
 from qupel.report.commands import report
-from qupel.reproduce import commands as reproduce
-from qupel.terminal import Watcher, err, number_table, out, stop_requests
+from qupel.util.errors import UserError
+from qupel.util.terminal import Watcher, err, number_table, out, stop_requests
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -130,10 +130,10 @@ def train(
 @contextmanager
 def _crew(engine: str | None, workers: int | None, rank_timeout: float | None = None) -> Iterator[tuple[int, Any]]:
     """(number of workers, what starts them). A rank other than 0 serves in here until its process ends."""
-    from qupel import experiment
     from qupel.engine import group
     from qupel.engine.workers import Pool
-    from qupel.machine import available_cpus
+    from qupel.run import experiment
+    from qupel.util.machine import available_cpus
 
     timeout = rank_timeout or group.TIMEOUT
     with group.joined(timeout) as ranks:
@@ -163,9 +163,9 @@ def _experiment(
     device: str,
     tensorboard: bool,
 ) -> None:
-    from qupel import config as configs
-    from qupel import experiment
     from qupel.report.board import Board
+    from qupel.run import config as configs
+    from qupel.run import experiment
 
     if data is not None:
         overrides = [*overrides, f'data.folder="{data}"']
@@ -201,8 +201,8 @@ def _rounds(config: Any) -> int:
 
 
 def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float) -> None:
-    from qupel.files import write_atomic, write_json
     from qupel.report import figures, tables
+    from qupel.util.files import write_atomic, write_json
 
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
@@ -237,9 +237,9 @@ def split(
     data: Data = None,
 ) -> None:
     """Show who gets what: a table of clients x classes, and a picture."""
-    from qupel import config as configs
-    from qupel import experiment
     from qupel.data import partition
+    from qupel.run import config as configs
+    from qupel.run import experiment
 
     overrides = [*(set or []), *([f'data.folder="{data}"'] if data else [])]
     cfg = configs.load(config, overrides) if config else configs.parse(DEMO, "demo", overrides)
@@ -264,7 +264,7 @@ def split(
 @app.command()
 def methods() -> None:
     """List the recipes, one line each."""
-    from qupel.recipes import RECIPES
+    from qupel.run.recipes import RECIPES
 
     _list({name: r.about for name, r in RECIPES.items()})
 
@@ -280,7 +280,7 @@ def datasets() -> None:
 @app.command()
 def models() -> None:
     """List the models, one line each."""
-    from qupel.models import AVAILABLE
+    from qupel.tasks.zoo import AVAILABLE
 
     _list({name: about for name, (about, _) in AVAILABLE.items()})
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qupel.data.sources import Arrays, Dataset
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 
 def generator(seed: int, purpose: str, *address: int) -> np.random.Generator:

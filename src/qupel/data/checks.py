@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 
 def inputs(what: str, values: Any) -> Tensor:

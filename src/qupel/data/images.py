@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

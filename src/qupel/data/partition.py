@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qupel.data.batches import generator
 from qupel.data.sources import Arrays, Dataset
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 Values = np.ndarray | Tensor | Sequence[int]
 

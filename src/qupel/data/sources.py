@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qupel.data import checks, images
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 log = logging.getLogger(__name__)
 

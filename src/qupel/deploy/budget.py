@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from qupel.codebook import FULL_PRECISION, plan_bits
+from qupel.core.codebook import FULL_PRECISION, plan_bits
+from qupel.core.layout import Layout, choose_layers
+from qupel.core.quantize import BITS, hard, init_centers
 from qupel.deploy.about import About
 from qupel.deploy.file import head_for
 from qupel.deploy.pack import packed_size
 from qupel.deploy.packed import Rest, dtype_name, tensors_of
-from qupel.errors import UserError
-from qupel.flat import Layout, choose_layers
-from qupel.quantize import BITS, hard, init_centers
+from qupel.util.errors import UserError
 
 WIDTHS = (*BITS, FULL_PRECISION)
 _ABOUT = 1024  # bytes set aside for what the file will say about the model, when that is not known

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,10 +91,10 @@ def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool) 
 
 
 def _write(packed: Packed, target: Path, to: str, rest: Literal["fp32", "fp16"], zstd: bool) -> int:
+    from qupel.core.layout import Layout
     from qupel.deploy.coreml import export_coreml
     from qupel.deploy.file import save
     from qupel.deploy.onnx import export_onnx
-    from qupel.flat import Layout
 
     module = packed.model()
     codebook = packed.codebook(Layout.of(module))
@@ -228,8 +228,8 @@ def plan(
     rest: Annotated[Literal["fp32", "fp16"], typer.Option(help="layers that are not quantized")] = "fp32",
 ) -> None:
     """Which bits fit each device, uniform and layer by layer, counting everything that is in the file."""
+    from qupel.core.layout import Layout
     from qupel.deploy.budget import WIDTHS, Planner, parse_size
-    from qupel.flat import Layout
 
     budgets = [parse_size(text) for text in budget]
     module, about = _planned(model, shape, classes)
@@ -271,8 +271,8 @@ _USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28)}
 
 
 def _planned(model: str, shape: str | None, classes: int) -> tuple[nn.Module, About | None]:
-    from qupel import models
     from qupel.deploy.file import load
+    from qupel.tasks import zoo as models
 
     if model not in models.AVAILABLE:
         if not Path(model).is_file():

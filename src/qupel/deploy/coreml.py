@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
 from qupel.deploy import header
 from qupel.deploy.about import About
 from qupel.deploy.packed import Layer, Packed, pack_model
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 _PALETTIZED = 2  # coremltools' CompressionType.PALETTIZATION
 _STORED = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 6, 7: 8, 8: 8}

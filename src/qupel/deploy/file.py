@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
+from qupel.core.quantize import LEVELS
 from qupel.deploy import header, zstd
 from qupel.deploy.about import About
 from qupel.deploy.header import DTYPES, Entry, FormatError
 from qupel.deploy.pack import bits_for, chunks, packed_size, padding_is_zero
 from qupel.deploy.packed import DTYPE_OF, Layer, Packed, Rest, pack_model
-from qupel.errors import UserError
-from qupel.files import write_atomic
-from qupel.quantize import LEVELS
+from qupel.util.errors import UserError
+from qupel.util.files import write_atomic
 
 __all__ = ["About", "FormatError", "Layer", "Packed", "dumps", "head_for", "load", "loads", "pack_model", "save"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 LARGEST_HEAD = 16 << 20
 MOST_DIMENSIONS = 8

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from qupel.core.quantize import LEVELS
 from qupel.deploy import header
 from qupel.deploy.about import About
 from qupel.deploy.file import load
@@ -16,7 +17,6 @@ from qupel.deploy.header import FormatError
 from qupel.deploy.onnx import KEY, library
 from qupel.deploy.pack import bits_for, chunks, pack, packed_size
 from qupel.deploy.packed import Layer, Packed
-from qupel.quantize import LEVELS
 
 _BARS = "▁▂▃▄▅▆▇█"
 

@@ -28,14 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
 from qupel.deploy import header
 from qupel.deploy.about import About
 from qupel.deploy.file import write_file
 from qupel.deploy.header import FormatError
 from qupel.deploy.pack import pack
 from qupel.deploy.packed import Layer, Packed, Rest, pack_model
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 OPSET, IR = 18, 8  # understood by ONNX Runtime 1.14 and later
 KEY = "qupel"  # our entry in the model's metadata: About as JSON

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qupel import models
-from qupel.codebook import Codebook
+from qupel.core.codebook import Codebook
+from qupel.core.layout import Layout
+from qupel.core.quantize import LEVELS, assign, pick
 from qupel.deploy.about import About
 from qupel.deploy.header import DTYPES, FormatError
 from qupel.deploy.pack import Bytes, Floats, bits_for, decode, pack, unpack
-from qupel.errors import UserError
-from qupel.flat import Layout
-from qupel.quantize import LEVELS, assign, pick
+from qupel.tasks import zoo as models
+from qupel.util.errors import UserError
 
 DTYPE_OF = {dtype: name for name, dtype in DTYPES.items()}
 Rest = Literal["fp32", "fp16"]

@@ -21,7 +21,7 @@ from qupel.deploy import onnx
 from qupel.deploy.about import About
 from qupel.deploy.file import load
 from qupel.deploy.runtime import keep_packed as stay_packed
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
 _NPZ_NAMES = ("inputs", "test_inputs", "x_test", "x")

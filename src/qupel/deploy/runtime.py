@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from qupel.deploy.packed import Layer, Packed
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 
 def keep_packed(packed: Packed, module: nn.Module | None = None) -> nn.Module:

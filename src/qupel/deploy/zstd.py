@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from qupel.deploy.header import FormatError
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 MAGIC = b"\x28\xb5\x2f\xfd"
 LARGEST = 1 << 30  # bytes a compressed file may unfold to

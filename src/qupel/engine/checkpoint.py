@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.errors import UserError
-from qupel.files import new_folder, write_atomic, write_json
+from qupel.util.errors import UserError
+from qupel.util.files import new_folder, write_atomic, write_json
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Literal
 import numpy as np
 import torch
 
+from qupel.core.layout import Layout
 from qupel.engine.job import Job
 from qupel.engine.shard import Shard
 from qupel.engine.stack import StackedShard, most_clients
-from qupel.errors import UserError
-from qupel.files import write_json
-from qupel.flat import Layout
+from qupel.util.errors import UserError
+from qupel.util.files import write_json
 
 Vectorize = Literal["auto", "on", "off"]
 RECORD = "engine.json"

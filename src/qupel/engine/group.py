@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from qupel.engine.workers import WorkerDied
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 TIMEOUT = 600.0  # seconds of silence after which a rank counts as hung
 MEETING = 300.0  # seconds, at least, in which all ranks must have come

@@ -9,10 +9,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
+from qupel.parts.methods.base import Deployed
 
 
 class Inline:

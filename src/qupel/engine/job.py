@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from qupel.algorithms import Phase
-from qupel.codebook import Plan
+from qupel.core.codebook import Plan
+from qupel.core.schedule import Clock
 from qupel.data.batches import Transform, chunks, generator
 from qupel.data.partition import Part
 from qupel.data.sources import Dataset
-from qupel.errors import UserError
-from qupel.evaluate import CALIBRATION_SAMPLES, EVALUATION_BATCH
-from qupel.oracle import Loss
-from qupel.schedule import Clock
+from qupel.parts.methods import Phase
+from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH
+from qupel.tasks.task import Loss
+from qupel.util.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,17 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed, State
+from qupel.core.layout import Layout
 from qupel.engine.group import NOTHING, Group, Lost, Message
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
 from qupel.engine.store import Shape, flatten, read_rows, unflatten, write_rows
 from qupel.engine.workers import ROOM
-from qupel.errors import UserError
-from qupel.evaluate import Score
-from qupel.flat import Layout
-from qupel.machine import keep_memory
+from qupel.parts.methods.base import Deployed, State
+from qupel.tasks.judge import Score
+from qupel.util.errors import UserError
+from qupel.util.machine import keep_memory
 
 USED = {"do": "used"}
 Description = dict[str, Any]  # what a rank builds the job from, as JSON

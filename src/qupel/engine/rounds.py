@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel import diagnostics
-from qupel.algorithms.base import Deployed
+from qupel.core.layout import Layout
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained, mean_or_nan
-from qupel.errors import UserError
-from qupel.evaluate import Score
-from qupel.flat import Layout
+from qupel.paper import diagnostics
+from qupel.parts.methods.base import Deployed
+from qupel.tasks.judge import Score
+from qupel.util.errors import UserError
 
 MANY_CLIENTS = 200  # above this a line of metrics has no per-client lists
 

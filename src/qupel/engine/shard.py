@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed, State, keeps_state
-from qupel.codebook import Plan, mean_bits, model_bytes
+from qupel.core.codebook import Plan, mean_bits, model_bytes
+from qupel.core.quantize import dead_centers
 from qupel.data.batches import batch, chunks, generator, rows_of_steps
 from qupel.data.sources import Arrays
-from qupel.diagnostics import ClientLoss, Probe, Seen
 from qupel.engine.job import Job
 from qupel.engine.store import DiskStore, MemoryStore, Store, restore, snapshot
 from qupel.engine.weights import shown_clients, told
-from qupel.evaluate import EVALUATION_BATCH, Judge, Score
-from qupel.oracle import Diverged, Oracle
-from qupel.quantize import dead_centers
+from qupel.paper.diagnostics import ClientLoss, Probe, Seen
+from qupel.parts.methods.base import Deployed, State, keeps_state
+from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
+from qupel.tasks.task import Diverged, Oracle
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import State, keeps_state
 from qupel.data.batches import batch
 from qupel.engine.job import Job
 from qupel.engine.shard import Shard, Trained, all_finite, mean_or_nan, screen, sound
 from qupel.engine.store import flatten
-from qupel.oracle import StackOracle
+from qupel.parts.methods.base import State, keeps_state
+from qupel.tasks.task import StackOracle
 
 STACK = 2**20  # numbers in x of a stack (k, d), 4 MB: more would leave the processor's caches
 MOST = 128  # clients in a stack; more gain nothing

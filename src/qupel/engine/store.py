@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import State
-from qupel.codebook import Codebook
-from qupel.flat import Layout
+from qupel.core.codebook import Codebook
+from qupel.core.layout import Layout
+from qupel.parts.methods.base import State
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed
-from qupel.codebook import Plan, mean_bits
+from qupel.core.codebook import Plan, mean_bits
+from qupel.parts.methods.base import Deployed
 
 BINS = 200
 MOST_PLANS = 6

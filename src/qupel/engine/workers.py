@@ -23,12 +23,12 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
-from qupel.errors import UserError
-from qupel.machine import keep_memory
+from qupel.parts.methods.base import Deployed
+from qupel.util.errors import UserError
+from qupel.util.machine import keep_memory
 
 ROOM = 4  # bunches of uploads that a worker may be ahead of the server
 BUNCH = 2**17  # numbers in a bunch: small models are sent some dozens at a time, large ones one by one

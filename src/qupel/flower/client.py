@@ -19,20 +19,20 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from qupel.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, explain
 from qupel.data.batches import generator
 from qupel.data.partition import Part
 from qupel.deploy.budget import parse_size
 from qupel.deploy.file import save
 from qupel.engine.rounds import value
 from qupel.engine.shard import Shard
-from qupel.errors import UserError
-from qupel.evaluate import Score
-from qupel.experiment import Cell, build_job, describe, load_data, split_data
 from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations
 from qupel.flower.task import PROTOCOL, ClientConfig, Task
 from qupel.flower.wire import encode, noise_deviation, privatize
+from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, explain
+from qupel.run.experiment import Cell, build_job, describe, load_data, split_data
+from qupel.tasks.judge import Score
+from qupel.util.errors import UserError
 
 MODEL = "model.safetensors"  # in the folder of the job
 

@@ -12,13 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 if TYPE_CHECKING:
-    from qupel.config import Config
     from qupel.flower.control import Node
     from qupel.flower.folder import Federation
     from qupel.flower.server import Request
+    from qupel.run.config import Config
 
 app = typer.Typer(no_args_is_help=True, help="A federation over machines that do not trust each other, on Flower.")
 out = Console()
@@ -56,8 +56,8 @@ def init(
 
 def _init(folder: Path, clients: int, address: str, config: Path | None, venv: str) -> Federation:
     require_flower()
-    from qupel import config as configs
     from qupel.flower import folder as folders
+    from qupel.run import config as configs
 
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -132,10 +132,10 @@ def run(
 ) -> None:
     """Run a federation: every client ends with its own small model, on its own disk."""
     require_flower()
-    from qupel import config as configs
-    from qupel.experiment import cells
     from qupel.flower.folder import Federation
     from qupel.flower.server import Request, Terms
+    from qupel.run import config as configs
+    from qupel.run.experiment import cells
 
     federation = Federation.open(folder)
     parsed = configs.load(config, set or [])

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from qupel.engine.rounds import Failed, Stopped
 from qupel.flower.control import Control
 from qupel.flower.folder import Federation
-from qupel.terminal import stop_requests
+from qupel.util.terminal import stop_requests
 
 STATUS_SECONDS = 3.0  # between two questions to the SuperLink whether the run still lives
 

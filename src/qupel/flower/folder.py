@@ -21,15 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qupel.errors import UserError
-from qupel.files import write_atomic, write_json
 from qupel.flower import templates
+from qupel.util.errors import UserError
+from qupel.util.files import write_atomic, write_json
 
 if TYPE_CHECKING:
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    from qupel.config import Config
+    from qupel.run.config import Config
 
 LOOPBACK = "127.0.0.1"
 YEARS = 5  # that certificates are valid

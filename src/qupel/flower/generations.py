@@ -24,9 +24,9 @@ from torch import Tensor
 
 from qupel.engine.shard import Shard
 from qupel.engine.store import MemoryStore
-from qupel.errors import UserError
-from qupel.files import new_folder, write_atomic, write_json
 from qupel.flower.frames import Header
+from qupel.util.errors import UserError
+from qupel.util.files import new_folder, write_atomic, write_json
 
 KEPT = 2
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from qupel.files import write_json
+from qupel.util.files import write_json
 
 PID_FILE = "worker.json"  # of a resident worker, in its state folder
 _CHILDREN: dict[tuple[int, str], subprocess.Popen[bytes]] = {}  # of this process, by id and start, until they end

@@ -19,20 +19,20 @@ import torch
 from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed
-from qupel.config import Config, Strict, explain
 from qupel.data.partition import Part
 from qupel.data.sources import Arrays, Dataset
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.job import Job
 from qupel.engine.rounds import Failed, Finished, Progress, run
 from qupel.engine.shard import Judged, Trained, screen
-from qupel.errors import UserError
-from qupel.experiment import Cell, assemble, build_model
-from qupel.files import write_atomic, write_json
 from qupel.flower.frames import Header
 from qupel.flower.task import PROTOCOL, Task
 from qupel.flower.wire import Codec, decode
+from qupel.parts.methods.base import Deployed
+from qupel.run.config import Config, Strict, explain
+from qupel.run.experiment import Cell, assemble, build_model
+from qupel.util.errors import UserError
+from qupel.util.files import write_atomic, write_json
 
 TRIES = 3  # of a round that too few clients answer
 

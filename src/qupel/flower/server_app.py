@@ -17,11 +17,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.serverapp import Grid, ServerApp
 
 from qupel.engine.rounds import Failed, Progress, Stopped
-from qupel.errors import UserError
-from qupel.files import write_json
 from qupel.flower.frames import Header
 from qupel.flower.processes import Process
 from qupel.flower.server import Reply, conduct, export, open_fleet
+from qupel.util.errors import UserError
+from qupel.util.files import write_json
 
 log = logging.getLogger("flwr")
 app = ServerApp()

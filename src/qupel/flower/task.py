@@ -10,11 +10,11 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from qupel.config import Bits, PhaseConfig, SplitConfig, Strict, check_bits, explain
 from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
-from qupel.errors import UserError
 from qupel.flower.wire import Codec
+from qupel.run.config import Bits, PhaseConfig, SplitConfig, Strict, check_bits, explain
+from qupel.util.errors import UserError
 
 PROTOCOL: Literal[1] = 1  # of the messages between server and clients; both sides must agree
 

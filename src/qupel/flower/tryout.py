@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from qupel.errors import UserError
-from qupel.files import write_json
 from qupel.flower.control import Control, Node
 from qupel.flower.folder import LOOPBACK, Federation, flower_environment, free_port
 from qupel.flower.processes import PID_FILE, Process, end, start
+from qupel.util.errors import UserError
+from qupel.util.files import write_json
 
 SERVER = "superlink"
 RETRY_SECONDS = 10.0  # a node that died uncleanly is let in again only after a while

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 Codec = Literal["fp32", "fp16", "int8"]
 BLOCK = 256  # numbers that share a scale: 1.6 % more bytes

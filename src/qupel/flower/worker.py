@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from qupel.errors import UserError
 from qupel.flower import frames
 from qupel.flower.client import Client
 from qupel.flower.processes import PID_FILE, Process
 from qupel.flower.task import ClientConfig, load_client
+from qupel.util.errors import UserError
 
 
 def open_client(path: Path) -> Client:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qupel.errors import UserError
+from qupel.util.errors import UserError
 
 if TYPE_CHECKING:
     from qupel.engine.rounds import Progress
-    from qupel.experiment import Cell
+    from qupel.run.experiment import Cell
 
 # key of a line of metrics -> name on the board; by step, so that schemes with other rounds compare
 SCALARS = {

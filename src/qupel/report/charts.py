@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qupel.report.paper import place
+from qupel.paper.published import place
 from qupel.report.runs import Run
 from qupel.report.tables import Result
 
@@ -88,7 +88,7 @@ def accuracy(c: Comparison) -> Chart:
 
 def diagnostics(c: Comparison) -> list[Chart]:
     """One small chart for every number that the lines of metrics carry as a diagnostic; an average together with its
-    bound (`qupel.diagnostics`). The count of steps is no diagnostic, the count of dead centers is one."""
+    bound (`qupel.paper.diagnostics`). The count of steps is no diagnostic, the count of dead centers is one."""
     told = (_diagnosed(line) for s in c.series for r in s.results for line in r["lines"])
     keys = dict.fromkeys(k for d in told for k, v in d.items() if isinstance(v, int | float))
     bounded = "G2_average" in keys and "G2_bound" in keys

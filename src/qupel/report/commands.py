@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from qupel.errors import UserError
-from qupel.terminal import out as console
+from qupel.util.errors import UserError
+from qupel.util.terminal import out as console
 
 
 def report(
@@ -28,11 +28,11 @@ def report(
 
 def write_report(folders: list[Path], out: Path | None = None) -> Path:
     """Write the report of these runs into a folder; returns its page."""
-    from qupel.files import write_atomic
     from qupel.report import charts, figures
     from qupel.report.forms import forms
     from qupel.report.page import page
     from qupel.report.runs import load_runs
+    from qupel.util.files import write_atomic
 
     runs = load_runs(folders)
     out = out or runs[0].folder / ("report" if len(runs) == 1 else "comparison")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qupel.errors import UserError
 from qupel.report.charts import LIGHT, Chart, Comparison, Series
 from qupel.report.tables import Result, Row, size
+from qupel.util.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

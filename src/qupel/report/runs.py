@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qupel.errors import UserError
-from qupel.report.paper import NOTES
+from qupel.paper.published import NOTES
 from qupel.report.tables import Result
+from qupel.util.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,138 @@
+"""`qupel reproduce`: run a table of the paper, say how far it is, draw its figure, publish what came out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from qupel.util.terminal import Watcher, out, stop_requests
+
+if TYPE_CHECKING:
+    from qupel.paper.published import Grid
+    from qupel.run.config import Config
+
+What = Literal["table1", "table2", "table3", "figure1"]
+Scale = Literal["smoke", "small", "paper"]
+
+
+def reproduce(
+    what: Annotated[What, typer.Argument(help="figure1 is drawn from the runs of table2")],
+    scale: Annotated[Scale, typer.Option(help="seconds on digits, hours on two cores, the paper's own")] = "small",
+    seeds: Annotated[int, typer.Option(min=1, help="how many: 0, 1, ...")] = 3,
+    workers: Annotated[int | None, typer.Option(min=1, help="worker processes (default: all cores)")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run that is there")] = False,
+    status: Annotated[bool, typer.Option("--status", help="show what is done and what is left, run nothing")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; on a GPU all clients run in this process")] = "cpu",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="also write event files")] = False,
+    data: Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")] = None,
+    runs: Annotated[Path, typer.Option("--out", help="folder of the runs: OUT/table2-small and so on")] = Path("runs"),
+    publish: Annotated[
+        Path | None, typer.Option("--publish", help="run nothing; write page, numbers and figure to this folder")
+    ] = None,
+) -> None:
+    """Reproduce a table or the figure of the paper. Cells that are done are never run again."""
+    from qupel.paper.reproduce import plan
+
+    table = "table2" if what == "figure1" else what
+    run = plan.folder(runs, table, scale)
+    if status:
+        begun = (run / "config.json").exists()
+        _show_status(run, plan.read_config(run) if begun else plan.build(table, scale, seeds, data))
+    elif publish is not None:
+        from qupel.paper.reproduce.publish import publish as write
+
+        out.print(f"written to {escape(str(publish))}: {', '.join(p.name for p in write(run, what, publish))}")
+    elif what == "figure1":
+        from qupel.paper.reproduce.publish import draw_figure
+
+        out.print(f"drawn: {', '.join(escape(str(p)) for p in draw_figure(run))}", soft_wrap=True)
+    else:
+        _run(table, scale, plan.build(table, scale, seeds, data), run, workers, resume, device, tensorboard)
+
+
+def _run(
+    table: str,
+    scale: str,
+    config: Config,
+    run: Path,
+    workers: int | None,
+    resume: bool,
+    device: str,
+    tensorboard: bool,
+) -> None:
+    from qupel.paper.reproduce import plan
+    from qupel.paper.reproduce.publish import write_tables
+    from qupel.report.board import Board
+    from qupel.run import experiment
+    from qupel.util.machine import available_cpus, check_device
+
+    began = time.monotonic()
+    check_device(device)
+    left = [cell for cell in experiment.cells(config) if not experiment.result_file(run, cell).exists()]
+    watcher = Watcher(len(left) * config.rounds)
+    tell = Board(run / "tensorboard", watcher.tell).tell if tensorboard else watcher.tell
+    others = [p for p in (plan.folder(run.parent, name, scale) for name in plan.SIBLINGS.get(table, ())) if p.exists()]
+    experiment.open_folder(run, config, resume)
+    plan.describe(run, table, scale, config)
+    with stop_requests() as should_stop, watcher:
+        experiment.run_experiment(
+            config,
+            run,
+            workers=workers or available_cpus(),
+            resume=True,
+            watch=tell,
+            should_stop=should_stop,
+            reuse=others,
+            device=device,
+        )
+    grid = write_tables(run)
+    out.print(_grid_table(grid))
+    if grid.note:
+        out.print(grid.note)
+    out.print(f"[dim]{time.monotonic() - began:.0f} s; everything is in {escape(str(run))}[/dim]")
+    out.print(f"[dim]a page to look at: qupel report {escape(str(run))} --open[/dim]")
+
+
+def _grid_table(grid: Grid) -> Table:
+    """Ours and the paper's; the confidence intervals are in the files."""
+    shown = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for k, name in enumerate(("", *grid.columns)):
+        shown.add_column(name.replace(" ", "\n"), justify="right" if k else "left", no_wrap=k > 0)
+    for row, cells in zip(grid.rows, grid.cells, strict=True):
+        shown.add_row(row, *("-" if c.mean is None else f"{c.mean:.1f}{c.mark}" for c in cells))
+        if any(c.paper is not None for c in cells):
+            shown.add_row("the paper", *("" if c.paper is None else f"{c.paper:.1f}" for c in cells), style="dim")
+    return shown
+
+
+def _show_status(run: Path, config: Config) -> None:
+    from qupel.paper.reproduce import plan
+
+    found = plan.status(run, config)
+    for row, done, cells in found.rows():
+        out.print(f"{done:3} of {cells:3} done  {row}", highlight=False)
+    going = [f"{cell.label}, seed {cell.seed}: {share:.0%}" for cell, share in found.share.items() if 0 < share < 1]
+    for line in going:
+        out.print(f"begun: {line}", highlight=False)
+    left = len(found.share) - found.done
+    if left == 0:
+        eta = "nothing is left"
+    elif found.seconds is None:
+        eta = f"{left} left; no cell is done yet to tell the time from"
+    else:
+        eta = f"{left} left, about {_duration(found.seconds)}"
+    out.print(f"{found.done} of {len(found.share)} cells done, {eta}  [dim]({escape(str(run))})[/dim]", highlight=False)
+
+
+def _duration(seconds: float) -> str:
+    """3725 -> '1 h 2 min'."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,260 @@
+"""Recipes: from a few settings to the phases of a run. Anything a recipe makes can also be written out as phases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from qupel.core.optim import SGD, Adam, Optimizer
+from qupel.core.schedule import Follow, Schedule, Travel
+from qupel.parts.methods import (
+    BinaryRelax,
+    FedAvg,
+    FineTune,
+    Local,
+    Phase,
+    PostTraining,
+    ProxQuant,
+    Quantizer,
+    QuPeL,
+)
+from qupel.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long a run is: rounds of `local_steps` steps, `epoch_steps` of which make an epoch."""
+
+    rounds: int
+    local_steps: int
+    epoch_steps: int
+
+    def epochs(self, rounds: int) -> float:
+        return rounds * self.local_steps / self.epoch_steps
+
+
+class Settings(BaseModel):
+    """What recipes are made of. The defaults are what was found best on validation data (docs/results)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    # the x step
+    eta1: float = Field(0.1, gt=0, description="step size of the model")
+    eta1_decay: float = Field(1.0, gt=0, le=1, description="factor on eta1 per epoch")
+    eta1_cosine: bool = Field(True, description="eta1 falls to 0 along a half cosine over the whole run")
+    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
+    weight_decay: float = Field(0.0, ge=0)
+    # weights meet centers
+    travel: float | None = Field(1.0, ge=0, description="total prox travel in half-gaps; or give lambda_growth")
+    lambda_growth: float | None = Field(None, ge=0, description="lambda(t) = lambda_growth * epoch, as in the paper")
+    mode: Literal["hard", "soft"] = "hard"
+    sharpness: float = Field(8.0, gt=0, description="P times the gap between centers, soft mode")
+    # centers
+    eta2: float | None = Field(None, ge=0, description="step size of the centers; none: that of the model")
+    eta2_drops: tuple[int, ...] = Field((), description="epochs after which eta2 falls tenfold")
+    center_gradient: Literal["sum", "mean"] = "mean"
+    clip: float | None = Field(None, gt=0, description="bound on every center gradient")
+    follow: float | None = Field(0.05, ge=0, description="center prox in half-gaps a step; none: the paper's lambda")
+    rule: Literal["exact", "first_order", "paper"] = "exact"
+    init: Literal["paper", "range", "kmeans", "quantile"] = "kmeans"
+    carry: bool = False
+    scale: Literal["layer", "one"] = Field("layer", description="ProxQuant's centers at 1 bit: ± mean |x| or ± 1")
+    # the federation
+    lambda_p: float = Field(2.0, ge=0, description="pull between personal and global model")
+    coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
+    let_go: bool = Field(True, description="lambda_p falls to 0 along a half cosine after the warm-up")
+    as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
+    # phases, as shares of the rounds
+    warmup: float = Field(0.8, ge=0, lt=1, description="FedAvg first")
+    finetune: float = Field(0.1, ge=0, lt=1, description="fixed assignments last")
+
+    def x_optimizer(self) -> Optimizer:
+        if self.optimizer == "adam":
+            return Adam(weight_decay=self.weight_decay)
+        return SGD(momentum=0.9 if self.optimizer == "momentum" else 0.0, weight_decay=self.weight_decay)
+
+    def x_schedule(self, budget: Budget) -> Schedule:
+        cosine = budget.epochs(budget.rounds) if self.eta1_cosine else 0
+        return Schedule(self.eta1, decay=self.eta1_decay, cosine=cosine)
+
+    def center_schedule(self, budget: Budget) -> Schedule:
+        """With the mean gradient and the model's own schedule a center moves as its average weight would."""
+        return self.x_schedule(budget) if self.eta2 is None else Schedule(self.eta2, drops=self.eta2_drops)
+
+    def pull(self) -> Schedule | Travel:
+        if self.lambda_growth is not None:
+            return Schedule(growth=self.lambda_growth)
+        return Travel(self.travel or 0.0)
+
+    def steps_per_round(self, tau: int) -> int:
+        """The paper's listing synchronizes instead of stepping when tau divides t: tau - 1 steps a round."""
+        return tau - 1 if self.as_printed else tau
+
+    def tie(self, rounds: int, budget: Budget) -> Schedule:
+        """lambda_p over the last `rounds` rounds of a run."""
+        return Schedule(self.lambda_p, cosine=budget.epochs(rounds) if self.let_go else 0)
+
+    def quantizer(self, eta2: Schedule) -> Quantizer:
+        return Quantizer(
+            eta2=eta2,
+            lam=self.pull(),
+            lam_c=None if self.follow is None else Follow(self.follow),
+            mode=self.mode,
+            sharpness=self.sharpness,
+            rule=self.rule,
+            gradient=self.center_gradient,
+            clip=self.clip,
+            carry=self.carry,
+            init=self.init,
+        )
+
+
+def split_rounds(s: Settings, b: Budget) -> tuple[int, int, int]:
+    """Rounds of warm-up, main phase and fine-tuning."""
+    first = round(s.warmup * b.rounds)
+    last = round(s.finetune * b.rounds)
+    if first + last >= b.rounds:
+        raise UserError(f"warmup {s.warmup} and finetune {s.finetune} leave no round of {b.rounds} to the main phase")
+    return first, b.rounds - first - last, last
+
+
+def _tail(s: Settings, b: Budget, done: int, rounds: int, tie: Schedule | None, eta2: Schedule) -> list[Phase]:
+    """The fine-tuning phase, its schedules going on where the phase before it stopped."""
+    if rounds == 0:
+        return []
+    epochs = b.epochs(done)
+    method = FineTune(
+        eta1=s.x_schedule(b).later(epochs),
+        eta2=eta2.later(epochs),
+        lambda_p=tie,
+        coupling=s.coupling,
+        optimizer=s.x_optimizer(),
+        gradient=s.center_gradient,
+        clip=s.clip,
+    )
+    return [Phase(method, rounds)]
+
+
+def qupel(s: Settings, b: Budget) -> list[Phase]:
+    """FedAvg warm-up (if any), then QuPeL, then fine-tuning."""
+    first, main, last = split_rounds(s, b)
+    eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
+    phases = [Phase(FedAvg(eta1=eta1, optimizer=s.x_optimizer()), first)] if first else []
+    tie = s.tie(main + last, b)
+    method = QuPeL(
+        eta1=eta1.later(skipped),
+        lambda_p=tie,
+        coupling=s.coupling,
+        optimizer=s.x_optimizer(),
+        quantizer=s.quantizer(eta2.later(skipped)),
+        as_printed=s.as_printed,
+    )
+    return [*phases, Phase(method, main), *_tail(s, b, first + main, last, tie.later(b.epochs(main)), eta2)]
+
+
+def local(s: Settings, b: Budget) -> list[Phase]:
+    """Full precision first, then Algorithm 1 at each client, then fine-tuning; plain training for 32 bits."""
+    first, main, last = split_rounds(s, b)
+    eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
+    method = Local(eta1=eta1.later(skipped), optimizer=s.x_optimizer(), quantizer=s.quantizer(eta2.later(skipped)))
+    return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, eta2)]
+
+
+def _alone(s: Settings, b: Budget, rounds: int) -> list[Phase]:
+    """Plain training at full precision, the warm-up of methods that do not communicate."""
+    return [Phase(Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantize=False), rounds)] if rounds else []
+
+
+def _fedavg(s: Settings, b: Budget, rounds: int) -> list[Phase]:
+    """FedAvg for this many rounds, cut where QuPeL's warm-up ends, so that all cells of a run share that part."""
+    first = min(round(s.warmup * b.rounds), rounds)
+    eta1, optimizer = s.x_schedule(b), s.x_optimizer()
+    rest = FedAvg(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)
+    phases = [Phase(FedAvg(eta1=eta1, optimizer=optimizer), first), Phase(rest, rounds - first)]
+    return [p for p in phases if p.rounds]
+
+
+def fedavg(s: Settings, b: Budget) -> list[Phase]:
+    """FedAvg all the way."""
+    return _fedavg(s, b, b.rounds)
+
+
+def fedavg_finetune(s: Settings, b: Budget) -> list[Phase]:
+    """FedAvg, then local steps at full precision for the `finetune` share of the rounds."""
+    last = round(s.finetune * b.rounds)
+    first = b.rounds - last
+    tuning = Local(eta1=s.x_schedule(b).later(b.epochs(first)), optimizer=s.x_optimizer())
+    return [*_fedavg(s, b, first), Phase(tuning, last)]
+
+
+def proxquant(s: Settings, b: Budget) -> list[Phase]:
+    """Full precision first, then ProxQuant, then fine-tuning of what is not quantized."""
+    first, main, last = split_rounds(s, b)
+    eta1 = s.x_schedule(b).later(b.epochs(first))
+    method = ProxQuant(eta1=eta1, lam=s.pull(), optimizer=s.x_optimizer(), scale=s.scale, init=s.init)
+    return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, Schedule())]
+
+
+def binaryrelax(s: Settings, b: Budget) -> list[Phase]:
+    """Full precision first, then BinaryRelax: relaxed, and hard for the `finetune` share of the rounds."""
+    first, main, last = split_rounds(s, b)
+    eta1, optimizer = s.x_schedule(b), s.x_optimizer()
+    relaxed = BinaryRelax(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)
+    hard = BinaryRelax(eta1=eta1.later(b.epochs(first + main)), lam=Schedule(math.inf), optimizer=optimizer)
+    return [*_alone(s, b, first), Phase(relaxed, main), *([Phase(hard, last)] if last else [])]
+
+
+def _posttraining(init: Literal["range", "kmeans"]) -> Callable[[Settings, Budget], list[Phase]]:
+    def recipe(s: Settings, b: Budget) -> list[Phase]:
+        return [Phase(PostTraining(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), init=init), b.rounds)]
+
+    return recipe
+
+
+@dataclass(frozen=True)
+class Recipe:
+    about: str
+    phases: Callable[[Settings, Budget], list[Phase]]
+    defaults: dict[str, object]  # settings that belong to this recipe
+    fixed: bool = False  # a published setting: only the method's own table changes it, not [settings]
+
+
+_PAPER: dict[str, object] = {
+    "travel": None,
+    "lambda_growth": 1e-6,
+    "eta2": 1e-4,
+    "eta2_drops": (120, 180),
+    "lambda_p": 0.025,
+}
+_PAPER |= {"eta1": 0.1, "eta1_cosine": False, "eta1_decay": 0.99, "weight_decay": 1e-4, "coupling": 0.125}
+_PAPER |= {"let_go": False, "init": "paper", "center_gradient": "sum", "follow": None, "warmup": 0.0, "finetune": 1 / 7}
+
+# Training in one place (Table 1); lambda_p and coupling have no meaning there.
+_PAPER_TRAINING = _PAPER | {"optimizer": "adam", "eta1": 0.01, "eta1_decay": 1.0, "weight_decay": 0.0}
+_PAPER_TRAINING |= {"lambda_growth": 1e-4, "eta2_drops": (80, 140), "finetune": 1 / 3}
+
+_ALONE: dict[str, object] = {"warmup": 0.5}
+
+RECIPES: dict[str, Recipe] = {
+    "qupel": Recipe("QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel, {}),
+    "qupel-corrected": Recipe("QuPeL with the paper's settings and corrected signs", qupel, _PAPER, fixed=True),
+    "qupel-paper": Recipe(
+        "QuPeL exactly as printed, wrong signs included",
+        qupel,
+        _PAPER | {"rule": "paper", "as_printed": True},
+        fixed=True,
+    ),
+    "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE),
+    "local-corrected": Recipe("Algorithm 1 at each client with the paper's settings", local, _PAPER, fixed=True),
+    "training-corrected": Recipe("Algorithm 1 as in Table 1 of the paper", local, _PAPER_TRAINING, fixed=True),
+    "fedavg": Recipe("one shared full-precision model", fedavg, {}),
+    "fedavg-finetune": Recipe("FedAvg, then local steps at full precision", fedavg_finetune, {"bits": 32}),
+    "proxquant": Recipe("ProxQuant: weights pulled to fixed centers", proxquant, _ALONE),
+    "binaryrelax": Recipe("BinaryRelax: a latent model slides to its quantization", binaryrelax, _ALONE),
+    "ptq-range": Recipe("post-training: nearest point of a min-max grid", _posttraining("range"), {}),
+    "ptq-kmeans": Recipe("post-training: k-means centers", _posttraining("kmeans"), {}),
+}

@@ -1,0 +1,79 @@
+"""Which model is judged, on what. Every method is judged by `deployed(state)`, here and nowhere else.
+
+BatchNorm: a deployed model's statistics are measured on that very model (its quantized weights), with the client's own
+training data, never taken over from the float model it was made of.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from qupel.core.layout import Layout
+from qupel.tasks.task import Loss
+
+Batches = Iterable[tuple[Tensor, Tensor]]
+EVALUATION_BATCH = 256
+CALIBRATION_SAMPLES = 2048  # enough for BatchNorm statistics; more changes them by less than their own noise
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean loss, and accuracy (a fraction) where targets are class labels."""
+
+    loss: float
+    accuracy: float | None
+    count: int
+
+
+class Judge:
+    """Loads a vector into a copy of the module, measures BatchNorm statistics if it has any, and scores it."""
+
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        self.module = copy.deepcopy(module)
+        self.layout = Layout.of(self.module)
+        self.loss = loss
+        self.norms = [m for m in self.module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+
+    def load(self, x: Tensor, calibration: Batches) -> nn.Module:
+        """The module with weights x, ready for inference. `calibration`: training data for BatchNorm's statistics."""
+        self.layout.load(self.module, x)
+        self.module.eval()
+        if self.norms:
+            calibrate(self.module, self.norms, calibration)
+        return self.module
+
+    def score(self, x: Tensor, calibration: Batches, test: Batches) -> Score:
+        module = self.load(x, calibration)
+        loss, correct, count, labelled = 0.0, 0, 0, False
+        with torch.inference_mode():
+            for inputs, targets in test:
+                outputs = module(inputs)
+                loss += float(self.loss(outputs, targets)) * len(targets)
+                count += len(targets)
+                labelled = targets.dtype == torch.int64 and outputs.ndim == 2
+                if labelled:
+                    correct += int((outputs.argmax(1) == targets).sum())
+        if count == 0:
+            return Score(float("nan"), None, 0)
+        return Score(loss / count, correct / count if labelled else None, count)
+
+
+@torch.no_grad()
+def calibrate(module: nn.Module, norms: list[_NormBase], batches: Batches) -> None:
+    """Set every BatchNorm's running statistics to their plain average over the batches, at the module's weights."""
+    momenta = [m.momentum for m in norms]
+    for m in norms:
+        m.reset_running_stats()
+        m.momentum = None  # a cumulative average
+        m.train()
+    for inputs, _ in batches:
+        module(inputs)
+    for m, momentum in zip(norms, momenta, strict=True):
+        m.momentum = momentum
+        m.eval()
