@@ -53,6 +53,11 @@ class Schedule:
             value *= 0.5 * (1 + math.cos(math.pi * min((time + self.offset - 1) / self.cosine, 1)))
         return value
 
+    @staticmethod
+    def constant(value: float) -> Schedule:
+        """What a number in a config stands for."""
+        return Schedule(value)
+
     def later(self, epochs: float) -> Schedule:
         """The same schedule seen from `epochs` epochs later: a phase goes on where the one before it stopped."""
         return replace(self, offset=self.offset + epochs)

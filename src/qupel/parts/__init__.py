@@ -1,0 +1,1 @@
+"""The four parts of a federated method, one file each; see `base`."""

@@ -1,107 +1,124 @@
-"""What every method shares: the state of a client, the six functions of a method, the server's mean.
+"""What a method is: six small functions in a frozen dataclass; none inherits from another.
 
-A method is six small functions in a frozen dataclass; none inherits from another:
+    start(before, plan, problem)        -> state          enter the method from the phase before it, or from the first model
+    receive(state, w)                   -> state          take what the server sent
+    step(state, problem, batch, clock)  -> state, info    one local step, and what happened in it
+    upload(state)                       -> rows           what leaves the device; None where nothing does
+    deployed(state)                     -> model          what is evaluated and exported, for every method, in one place
+    broadcast(w)                        -> rows           what the server's model is at the start: w alone for most
 
-    start(before, plan)             -> state    enter the method from the phase before it (or from the initial model)
-    receive(state, w)               -> state    take the server's model
-    step(state, gradient, batch, clock) -> state    one local step
-    upload(state)                   -> vector   what leaves the device; None where nothing does
-    aggregate(w, uploads, shares)   -> w        the server's part
-    deployed(state)                 -> model    what is evaluated and exported, for every method, in one place
+What a class may say of its method beside these, with the default in brackets:
+
+    State        its own state, a frozen dataclass that extends `parts.base.State`            [that one]
+    keeps_state  whether a client's next round depends on its last one                         [True]
+    any_network  whether x may be of another network than w                                    [False]
+    tie(time)    lambda_p, the pull between x and w, for diagnostics                           [0]
+
+The smallest one, with which every client trains the shared model for itself and nothing is sent:
+
+    @methods.register("lonely")
+    @dataclass(frozen=True)
+    class Lonely(Alone):
+        eta1: Schedule = Schedule(0.1)
+        def start(self, before, plan, problem): return State(before.x, before.w)
+        def step(self, s, problem, batch, clock):
+            found = problem.own.gradient(s.x, batch)
+            return replace(s, x=s.x - self.eta1(clock.time) * found.gradient), Info(loss=found.loss)
+        def deployed(self, state): return Deployed(state.x, state.codebook)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from qupel.core.codebook import Codebook, Plan
-from qupel.core.layout import Layout, Slot
-from qupel.core.optim import Memory
-from qupel.core.schedule import Clock
+from qupel.core.optim import Memory, Optimizer
+from qupel.core.schedule import Clock, Schedule
+from qupel.parts.base import Deployed, Info, Rows, State, Upload
+from qupel.parts.quantizers import Quantizer
+from qupel.tasks.task import Batch, Problem, Task
+from qupel.util.registry import Registry
 
-Batch = tuple[Tensor, Tensor]  # inputs, targets
-
-
-class Gradient(Protocol):
-    """The gradient of the client's loss at a vector, on a batch. slots: where it is asked for; elsewhere it may be 0,
-    so that nothing has to be computed below the first layer that is asked for."""
-
-    def __call__(self, x: Tensor, batch: Batch, slots: Sequence[Slot] | None = None) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything a client keeps. x: its own model; w: its copy of the global model; both (d,)."""
-
-    x: Tensor
-    w: Tensor
-    codebook: Codebook = field(default_factory=Codebook)
-    memory: Memory = ()  # the optimizer's
-
-
-@dataclass(frozen=True)
-class Deployed:
-    """The model a client ships: a vector whose quantized layers sit exactly on the codebook's centers."""
-
-    x: Tensor
-    codebook: Codebook
-
-    def cpu(self) -> Deployed:
-        return Deployed(self.x.cpu(), self.codebook.with_centers(c.cpu() for c in self.codebook.centers))
-
-
-def keeps_state(method: Method) -> bool:
-    """Whether a client's next round depends on its last one; a method says no by a class attribute of this name."""
-    return getattr(method, "keeps_state", True)
+methods: Registry[type[Method]] = Registry("method", "qupel.parts.methods")
 
 
 class Method(Protocol):
-    """The protocol above. Methods are frozen dataclasses whose fields are their settings."""
+    """The protocol above."""
 
-    def start(self, before: State, plan: Plan, layout: Layout) -> State: ...
+    registry: ClassVar[str] = "method"
 
-    def receive(self, state: State, w: Tensor) -> State: ...
+    def start(self, before: State, plan: Plan, problem: Problem) -> Any: ...
 
-    def step(self, state: State, gradient: Gradient, batch: Any, clock: Clock) -> State: ...
+    def receive(self, state: Any, w: Rows) -> Any: ...
 
-    def upload(self, state: State) -> Tensor | None: ...
+    def step(self, state: Any, problem: Problem, batch: Batch, clock: Clock) -> tuple[Any, Info]: ...
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor: ...
+    def upload(self, state: Any) -> Upload | None: ...
 
-    def deployed(self, state: State) -> Deployed: ...
+    def deployed(self, state: Any) -> Deployed: ...
+
+    def broadcast(self, w: Tensor) -> Rows: ...
+
+
+class OneRow:
+    """For methods whose server has one model: w comes, and takes the place of the client's copy."""
+
+    def receive(self, state: State, w: Rows) -> State:
+        return replace(state, w=w[0])
+
+    def broadcast(self, w: Tensor) -> Rows:
+        return (w,)
 
 
 class Alone:
-    """The three functions of a method that does not communicate."""
+    """The functions of a method that does not communicate."""
 
-    def receive(self, state: State, w: Tensor) -> State:
+    def receive(self, state: State, w: Rows) -> State:
         return state
 
-    def upload(self, state: State) -> Tensor | None:
+    def upload(self, state: State) -> Upload | None:
         return None
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
-        return w
+    def broadcast(self, w: Tensor) -> Rows:
+        return (w,)
 
 
-def quantized(state: State) -> Deployed:
-    """Q_c(x): what every method with a codebook ships."""
-    return Deployed(state.codebook.hard(state.x), state.codebook)
+def state_of(method: Method) -> type[State]:
+    return getattr(method, "State", State)
 
 
-def mean(uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
-    """The weighted mean of vectors, in client order and in float64, so that no engine changes a bit of it.
+def keeps_state(method: Method) -> bool:
+    return getattr(method, "keeps_state", True)
 
-    Each vector is used once, when it comes: no more than one need be in memory.
-    """
-    pairs = zip(uploads, shares, strict=True)
-    vector, weight = next(pairs)
-    total = vector.double() * weight
-    for vector, share in pairs:
-        total.add_(vector, alpha=share)
-        weight += share
-    return total.div_(weight).to(vector.dtype)
+
+def any_network(method: Method) -> bool:
+    return getattr(method, "any_network", False)
+
+
+def tie(method: Method, time: float) -> float:
+    """lambda_p at a time, 0 where nothing pulls x to w."""
+    pull = getattr(method, "tie", None)
+    return pull(time) if pull is not None else 0.0
+
+
+def quantized_step(
+    quantizer: Quantizer,
+    optimizer: Optimizer,
+    eta1: Schedule,
+    model: tuple[Tensor, Codebook, Memory],
+    task: Task,
+    batch: Batch,
+    clock: Clock,
+    pull: tuple[Tensor, float] | None = None,
+) -> tuple[Tensor, Codebook, Memory, Info]:
+    """One step of a quantized model on f plus a term whose gradient at x is strength * direction, `pull` the two of them:
+    Algorithm 1 (lines 2 to 5) for the quantizer `prox`, the plain optimizer's step for `none`."""
+    x, codebook, memory = model
+    descent = quantizer.gradient(x, codebook, task, batch, clock)
+    g = descent.gradient if pull is None else descent.gradient.add_(pull[0], alpha=pull[1])
+    y, memory = optimizer.step(x, g, memory, eta1(clock.time))
+    x, codebook, info = quantizer.settle(y, codebook, descent, task, batch, eta1, clock)
+    return x, codebook, memory, info

@@ -1,48 +1,52 @@
-"""FedAvg (McMahan et al., 2017): every client trains the global model for a while, the server averages.
-
-What is deployed is the one average, on every client. Followed by a phase of `Local` it is FedAvg + fine-tuning.
-"""
+"""FedAvg: every client trains the global model for a while, the server averages. What is deployed is the one average, on
+every client, in each client's own bits. Followed by a phase of `Local` it is FedAvg + fine-tuning."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
 
-from torch import Tensor
-
-from qupel.core.codebook import Codebook, Plan
-from qupel.core.layout import Layout
+from qupel.core.codebook import Plan
 from qupel.core.optim import SGD, Optimizer
 from qupel.core.schedule import Clock, Schedule
-from qupel.parts.methods.base import Batch, Deployed, Gradient, State, mean
+from qupel.parts.base import Deployed, Info, Rows, State, Upload
+from qupel.parts.methods.base import OneRow, methods, quantized_step
+from qupel.parts.quantizers import Quantizer
+from qupel.parts.quantizers.none import NoQuantizer
+from qupel.tasks.task import Batch, Problem
 
 
+@methods.register("fedavg", paper="McMahan, Moore, Ramage, Hampson, Agüera y Arcas, AISTATS 2017")
 @dataclass(frozen=True)
-class FedAvg:
-    """w_i = tau optimizer steps on f_i from w;  w = mean of w_i. The optimizer starts afresh every round."""
+class FedAvg(OneRow):
+    """One shared model: w_i = tau optimizer steps on f_i from w;  w = mean of w_i. The optimizer starts afresh every round.
 
-    keeps_state: ClassVar[bool] = False  # `receive` leaves nothing of what a client had
+    With a quantizer clients train it quantization-aware: latent models are averaged, each client keeps levels of its own.
+    """
 
-    method: Literal["fedavg"] = "fedavg"
     eta1: Schedule = Schedule(0.1)
     optimizer: Optimizer = SGD()
+    quantizer: Quantizer = NoQuantizer()
 
-    def start(self, before: State, plan: Plan, layout: Layout) -> State:
-        return State(before.w, before.w, Codebook(), self.optimizer.memory(before.w))
+    @property
+    def keeps_state(self) -> bool:
+        return self.quantizer != NoQuantizer()  # else `receive` leaves nothing of what a client had
 
-    def receive(self, state: State, w: Tensor) -> State:
-        return replace(state, x=w, w=w, memory=self.optimizer.memory(w))
+    def start(self, before: State, plan: Plan, problem: Problem) -> State:
+        x, codebook = self.quantizer.start(replace(before, x=before.w), plan, problem.own.layout)
+        return State(x, before.w, codebook, self.optimizer.memory(x))
 
-    def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        x, memory = self.optimizer.step(s.x, gradient(s.x, batch), s.memory, self.eta1(clock.time))
-        return replace(s, x=x, memory=memory)
+    def receive(self, state: State, w: Rows) -> State:
+        return replace(state, x=w[0], w=w[0], memory=self.optimizer.memory(w[0]))
 
-    def upload(self, state: State) -> Tensor:
-        return state.x
+    def step(self, s: State, problem: Problem, batch: Batch, clock: Clock) -> tuple[State, Info]:
+        model = s.x, s.codebook, s.memory
+        x, codebook, memory, info = quantized_step(
+            self.quantizer, self.optimizer, self.eta1, model, problem.own, batch, clock
+        )
+        return replace(s, x=x, codebook=codebook, memory=memory), info
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
-        return mean(uploads, shares)
+    def upload(self, state: State) -> Upload:
+        return Upload((state.x,))
 
     def deployed(self, state: State) -> Deployed:
-        return Deployed(state.w, state.codebook)
+        return self.quantizer.deployed(state.w, state.codebook)

@@ -1,47 +1,42 @@
-"""Algorithm 1 at each client, no communication: centralized training with one client, Local with many.
-
-A client without a codebook trains at full precision with the plain optimizer.
-"""
+"""Every client for itself: Algorithm 1 with the quantizer `prox`, plain training with `none`. With one client it is
+training in one place."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from qupel.core.codebook import Plan
-from qupel.core.layout import Layout
 from qupel.core.optim import SGD, Optimizer
 from qupel.core.schedule import Clock, Schedule
-from qupel.parts.methods.base import Alone, Batch, Deployed, Gradient, State, quantized
-from qupel.parts.methods.quantizer import Quantizer
+from qupel.parts.base import Deployed, Info, State
+from qupel.parts.methods.base import Alone, methods, quantized_step
+from qupel.parts.quantizers import Quantizer
+from qupel.parts.quantizers.prox import Prox
+from qupel.tasks.task import Batch, Problem
 
 
+@methods.register("local", paper="Ozkara, Singh, Data, Diggavi, 2021: Algorithm 1")
 @dataclass(frozen=True)
 class Local(Alone):
-    """Minimize f(x) + f(Q~_c(x)) + lambda R(x, c) by alternating proximal steps on x and c; deploy Q_c(x).
+    """Each client minimizes its own f(x) + f(Q~_c(x)) + lambda R(x, c), or what its quantizer makes of f; nothing is sent.
 
-    quantize = False: full precision whatever the client's plan, the warm-up of a phase that quantizes.
+    A client without a codebook trains at full precision with the plain optimizer.
     """
 
-    method: Literal["local"] = "local"
     eta1: Schedule = Schedule(0.1)
     optimizer: Optimizer = SGD()
-    quantizer: Quantizer = Quantizer()
-    quantize: bool = True
+    quantizer: Quantizer = Prox()
 
-    def start(self, before: State, plan: Plan, layout: Layout) -> State:
-        codebook = self.quantizer.start(before.codebook, before.x, plan if self.quantize else {}, layout)
-        return State(before.x, before.w, codebook, self.optimizer.memory(before.x))
+    def start(self, before: State, plan: Plan, problem: Problem) -> State:
+        x, codebook = self.quantizer.start(before, plan, problem.own.layout)
+        return State(x, before.w, codebook, self.optimizer.memory(x))
 
-    def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
-        q, eta1 = self.quantizer, self.eta1(clock.time)
-        g = gradient(s.x, batch)
-        g = q.add_weight_gradient(g, gradient, s.x, s.codebook, batch)  # line 2
-        y, memory = self.optimizer.step(s.x, g, s.memory, eta1)
-        x, near = q.prox_weights(y, s.codebook, self.eta1, clock)  # line 3
-        h = q.center_gradient(gradient, x, s.codebook, near, batch, clock)  # line 4, at the new x
-        x, codebook = q.prox_centers(x, s.codebook, near, h, self.eta1, clock)  # line 5
-        return replace(s, x=x, codebook=codebook, memory=memory)
+    def step(self, s: State, problem: Problem, batch: Batch, clock: Clock) -> tuple[State, Info]:
+        model = s.x, s.codebook, s.memory
+        x, codebook, memory, info = quantized_step(
+            self.quantizer, self.optimizer, self.eta1, model, problem.own, batch, clock
+        )
+        return replace(s, x=x, codebook=codebook, memory=memory), info
 
     def deployed(self, state: State) -> Deployed:
-        return quantized(state)  # output: Q_c(x)
+        return self.quantizer.deployed(state.x, state.codebook)

@@ -1,0 +1,65 @@
+"""What the four parts of a federated method share: a client's state, what it ships, what a step tells.
+
+method     how are a client's models tied to the others'?        `parts.methods`
+quantizer  how do weights and levels meet?                       `parts.quantizers`
+server     how do uploads become the next w?                     `parts.servers`
+codec      how does an upload travel?                            `parts.codecs`
+
+Each part is a frozen dataclass whose fields are its settings, registered by name in a file of its own; any choice of four
+works together. The functions of the parts take one client, vectors (d,), or a stack of k of them, vectors (k, d); shapes
+are written (..., d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from qupel.core.codebook import Codebook
+from qupel.core.optim import Memory
+from qupel.tasks.task import Value
+
+Rows = tuple[Tensor, ...]  # what travels: r vectors (..., d), one for most methods
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a client keeps: its own model x (..., d_i), its copy w (..., d) of the global one, the levels of x, the
+    optimizer's memory. A method that needs more extends it with fields that are tensors, codebooks or tuples of
+    tensors; stores, stacks and checkpoints walk the fields. w comes anew with every round and is not stored."""
+
+    x: Tensor
+    w: Tensor
+    codebook: Codebook = field(default_factory=Codebook)
+    memory: Memory = ()
+
+
+@dataclass(frozen=True)
+class Info:
+    """What happened in a step. loss: f(x); quantized_loss: f(Q(x)); None where the step had no use for it. `more`: what
+    else a method wants in the metrics, by name."""
+
+    loss: Value | None = None
+    quantized_loss: Value | None = None
+    more: Mapping[str, Value] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What leaves a client: rows, and a share for each (none: 1), by which the server's mean is weighted."""
+
+    rows: Rows
+    shares: Tensor | None = None  # (..., r)
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """The model a client ships: a vector whose quantized layers sit exactly on the codebook's levels."""
+
+    x: Tensor
+    codebook: Codebook
+
+    def cpu(self) -> Deployed:
+        return Deployed(self.x.cpu(), self.codebook.to("cpu"))

@@ -1,0 +1,37 @@
+"""A run is a list of phases: a method with its server for a number of rounds. The next phase's `start` converts the
+clients' states: FedAvg -> QuPeL -> fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qupel.parts.methods import Method, methods
+from qupel.parts.servers import Server, servers
+from qupel.parts.servers.mean import Mean
+from qupel.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class Phase:
+    method: Method
+    rounds: int
+    server: Server = Mean()
+
+    def table(self) -> dict[str, Any]:
+        """As a config has it, and `from_table` reads it: {rounds, method = "qupel", its settings, server}."""
+        described = methods.describe(self.method)
+        server = {} if self.server == Mean() else {"server": servers.describe(self.server)}
+        return {"rounds": self.rounds, "method": described.pop("name"), **described, **server}
+
+
+def phase_from(table: Any, where: str) -> Phase:
+    """A phase from its table in a config; a number stands for a constant schedule."""
+    if not isinstance(table, dict):
+        raise UserError(f"{where}: a table is needed, not {table!r}")
+    rest = dict(table)
+    rounds, name, server = rest.pop("rounds", None), rest.pop("method", None), rest.pop("server", "mean")
+    if type(rounds) is not int or rounds < 0:
+        raise UserError(f"{where}.rounds: a whole number from 0 on is needed, not {rounds!r}")
+    method = methods.build({**rest, "name": name} if name is not None else rest, where)
+    return Phase(method, rounds, servers.build(server, f"{where}.server"))

@@ -1,0 +1,67 @@
+"""What a server is: functions in a frozen dataclass that take uploads one at a time, so that no more than one need be in
+memory, and a state of its own, which is part of every checkpoint.
+
+    start(w)                     -> state        at the first round of a phase; tensors, none for most
+    send(w, state)               -> rows         what goes out to the clients: w itself for most
+    add(so_far, upload, share)   -> so_far       one upload more; `so_far` is None at first
+    finish(w, so_far, state)     -> w, state     the next model
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from qupel.parts.base import Rows, Upload
+from qupel.util.registry import Registry
+
+ServerState = tuple[Tensor, ...]
+
+servers: Registry[type[Server]] = Registry("server", "qupel.parts.servers")
+
+
+class Server(Protocol):
+    """The protocol above. An upload is only lent: what is kept of it must be copied."""
+
+    registry: ClassVar[str] = "server"
+
+    def start(self, w: Rows) -> ServerState: ...
+
+    def send(self, w: Rows, state: ServerState) -> Rows: ...
+
+    def add(self, so_far: Any, upload: Upload, share: float) -> Any: ...
+
+    def finish(self, w: Rows, so_far: Any, state: ServerState) -> tuple[Rows, ServerState]: ...
+
+
+@dataclass
+class Sum:
+    """Weighted sums of the rows so far, in float64 and in client order, so that no engine changes a bit of them."""
+
+    rows: list[Tensor]
+    weights: list[float]
+
+    def mean(self, w: Rows) -> Rows:
+        """The means; a row that nobody sent stays what it was."""
+        found = zip(self.rows, self.weights, w, strict=True)
+        return tuple((total / weight).to(old.dtype) if weight else old for total, weight, old in found)
+
+
+def add(so_far: Sum | None, upload: Upload, share: float) -> Sum:
+    """One upload more in the sums, with its client's share."""
+    shares: Sequence[float] = [1.0] * len(upload.rows) if upload.shares is None else upload.shares.tolist()
+    weights = [share * part for part in shares]
+    if so_far is None:
+        return Sum([row.double() * weight for row, weight in zip(upload.rows, weights, strict=True)], weights)
+    for k, (row, weight) in enumerate(zip(upload.rows, weights, strict=True)):
+        so_far.rows[k].add_(row, alpha=weight)
+        so_far.weights[k] += weight
+    return so_far
+
+
+def zeros_like(w: Rows) -> ServerState:
+    return tuple(torch.zeros_like(row) for row in w)

@@ -1,0 +1,141 @@
+"""A task of a stack of clients: x (k, d), inputs (k, b, ...), targets (k, b, ...), each client by itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call, vmap
+from torch.nn import functional as F
+
+from qupel.core.layout import Layout, Slot
+from qupel.tasks.task import Batch, Evaluated, Loss, first_bad, for_training, gradients, one_vector
+
+
+class StackTask:
+    """A module and a loss as a task of k clients at once: gradients (k, d), each client's in its row and of nothing but
+    its row.
+
+    A chain of layers known to take a stack runs as it is, one batched product a layer; any other module goes through
+    torch.func.vmap. Both refuse to draw random numbers. `faults` says what was first found at clients whose loss is not
+    finite.
+    """
+
+    def __init__(self, module: nn.Module, loss: Loss) -> None:
+        self.module = for_training(module)
+        self.layout = Layout.of(self.module)
+        self.loss = loss
+        self.faults: dict[int, str] = {}
+        self.forward = _forward(self.module)
+
+    def gradient(
+        self,
+        x: Tensor,
+        batch: Batch,
+        slots: Sequence[Slot] | None = None,
+        *,
+        loss: Loss | None = None,
+        given: Sequence[Tensor] = (),
+    ) -> Evaluated:
+        inputs, targets = batch
+        x = x.expand(len(inputs), -1)  # clients that start from one model share it
+        parameters = {slot.name: slot.view(x).detach().requires_grad_() for slot in self.layout.slots}
+        outputs = self.forward(parameters, inputs)  # (k, b, ...)
+        values = _each(loss or self.loss)(outputs, targets, *given)  # (k,)
+        found = gradients(values.sum(), parameters, self.layout.slots if slots is None else slots)
+        values = values.detach()
+        if not bool(torch.isfinite(values).all()):
+            for row, value in enumerate(values.tolist()):
+                if not math.isfinite(value):
+                    self.faults.setdefault(row, f"the loss is {value}; {first_bad(x[row], self.layout)}")
+        return Evaluated(one_vector(found, x, self.layout), values, outputs.detach())
+
+    def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
+        x = x.expand(len(inputs), -1)
+        with torch.no_grad():
+            return self.forward({slot.name: slot.view(x) for slot in self.layout.slots}, inputs)
+
+
+def _forward(module: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    layers = _chain(module)
+    if not all(_takes_a_stack(layer) for layer in layers):
+        return vmap(lambda parameters, inputs: functional_call(module, parameters, (inputs,)), randomness="error")
+    names = {id(p): name for name, p in module.named_parameters()}
+    chain = [(layer, {own: names[id(p)] for own, p in layer.named_parameters()}) for layer in layers]
+
+    def forward(parameters: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        h = inputs  # (k, b, ...)
+        for layer, its in chain:
+            h = _through(layer, {own: parameters[name] for own, name in its.items()}, h)
+        return h
+
+    return forward
+
+
+def _each(loss: Loss) -> Loss:
+    """The loss of every client (k,)."""
+    return _cross_entropies if loss is F.cross_entropy else vmap(loss, randomness="error")
+
+
+# --- layers that take a stack (k, b, ...) ---
+
+_ELEMENTWISE = (nn.Identity, nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh, nn.Sigmoid)
+
+
+def _chain(module: nn.Module) -> list[nn.Module]:
+    """The layers that a module runs one after the other: those of a Sequential, else itself."""
+    if type(module) is not nn.Sequential:
+        return [module]
+    return [layer for child in module for layer in _chain(child)]
+
+
+def _takes_a_stack(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Flatten):
+        return (layer.start_dim, layer.end_dim) == (1, -1)
+    return type(layer) is nn.Linear or type(layer) in _ELEMENTWISE
+
+
+def _through(layer: nn.Module, parameters: dict[str, Tensor], h: Tensor) -> Tensor:
+    """A layer on a stack, each client with its own parameters."""
+    if isinstance(layer, nn.Flatten):
+        return h.flatten(2)
+    if not isinstance(layer, nn.Linear):
+        return layer(h)
+    out = _StackedLinear.apply(h.flatten(1, -2), parameters["weight"], parameters.get("bias"))  # (k, rows, o)
+    return out.unflatten(1, h.shape[1:-1])
+
+
+class _StackedLinear(torch.autograd.Function):
+    """h W^T + b of every client: h (k, rows, i), W (k, o, i), b (k, o). Autograd's own gradients of a batched product
+    come in an order that costs twice as much, and another time when they are put into one vector."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(h, weight)
+        return torch.bmm(h, weight.mT) if bias is None else torch.baddbmm(bias.unsqueeze(1), h, weight.mT)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        h, weight = ctx.saved_tensors
+        at_input, at_weight, at_bias = ctx.needs_input_grad
+        return (
+            torch.bmm(g, weight) if at_input else None,
+            torch.bmm(g.mT, h) if at_weight else None,
+            g.sum(1) if at_bias else None,
+        )
+
+
+_each_cross_entropy = vmap(F.cross_entropy, randomness="error")
+
+
+def _cross_entropies(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Each client's mean cross entropy (k,); vmap's own way to labels (k, b) calls some 20 functions more."""
+    if targets.ndim > 2 or outputs.ndim > 3:
+        return _each_cross_entropy(outputs, targets)
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")  # (k b,); 0 where it is ignored
+    return each.unflatten(0, targets.shape).sum(1) / (targets != -100).sum(1)

@@ -1,0 +1,224 @@
+"""Parts by name. A part registers itself where it is written, and that is the only place that names it:
+
+    @methods.register("ditto", paper="Li et al., ICML 2021")
+    @dataclass(frozen=True)
+    class Ditto: ...
+
+Lists, docs, configs and the tests' tables are made from the registries. A part of your own needs no registration: its
+import path, "my_package.module:Name", is its name; an installed package may also offer parts by an entry point.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import pkgutil
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from qupel.util.errors import UserError
+
+T = TypeVar("T")
+REGISTRIES: dict[str, Registry[Any]] = {}
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """What is known of a part: its name, the class or function, where it is from, what it is in one line."""
+
+    name: str
+    part: T
+    paper: str
+    about: str
+
+
+class Registry(Generic[T]):
+    """The parts of one kind. package: where the built-in ones live, a file each; they are loaded when first asked for.
+    kind: a word for messages, and the name of the entry points, `qupel.<kind>`."""
+
+    def __init__(self, kind: str, package: str | None = None) -> None:
+        self.kind, self.package = kind, package
+        self.entries: dict[str, Entry[T]] = {}
+        self.complete = False
+        REGISTRIES[kind] = self
+
+    def register(self, name: str, *, paper: str = "", about: str = "") -> Callable[[T], T]:
+        def keep(part: T) -> T:
+            known = self.entries.get(name)
+            if known is not None and inspect.getmodule(known.part) is not inspect.getmodule(part):
+                raise UserError(f"{self.kind} {name!r} is there already, from {known.part.__module__}")
+            self.entries[name] = Entry(name, part, paper, about or first_sentence(part))
+            return part
+
+        return keep
+
+    def all(self) -> dict[str, Entry[T]]:
+        """Every registered part, the built-in ones first."""
+        if not self.complete:
+            self.complete = True
+            if self.package is not None:
+                for module in pkgutil.iter_modules(import_module(self.package).__path__):
+                    import_module(f"{self.package}.{module.name}")
+            for point in entry_points(group=f"qupel.{self.kind}"):
+                self.entries.setdefault(point.name, Entry(point.name, part := point.load(), "", first_sentence(part)))
+        return self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.all()
+
+    def __getitem__(self, name: str) -> T:
+        """A part by its name, or by its import path."""
+        if name in self.all():
+            return self.entries[name].part
+        if ":" in name:
+            return imported(name, self.kind)
+        near = difflib.get_close_matches(name, self.entries, 2)
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        own = '"module:Name" of your own'
+        raise UserError(f"unknown {self.kind} {name!r}{hint}; allowed: {', '.join(self.entries)}, or {own}")
+
+    def name_of(self, part: Any) -> str:
+        """The name that gives this part, or the class of this part, again."""
+        kind = part if inspect.isclass(part) or inspect.isfunction(part) else type(part)
+        for entry in self.all().values():
+            if entry.part is kind:
+                return entry.name
+        return f"{kind.__module__}:{kind.__qualname__}"
+
+    def build(self, given: Any, where: str) -> Any:
+        """A part from what a config gives: a name, or a table of its settings with its `name`."""
+        if not isinstance(given, str | dict):
+            return given  # made already
+        table = {"name": given} if isinstance(given, str) else dict(given)
+        name = table.pop("name", None)
+        if not isinstance(name, str):
+            raise UserError(f"{where}: a name is missing; allowed: {', '.join(self)}")
+        try:
+            part: Any = self[name]
+        except UserError as e:
+            raise UserError(f"{where}: {e}") from None
+        if not is_dataclass(part):
+            raise UserError(f"{where}: {name} is no frozen dataclass, so it cannot have settings")
+        return from_table(part, table, where)
+
+    def describe(self, part: Any) -> dict[str, Any]:
+        """The table that `build` makes the same part of, as JSON."""
+        return {"name": self.name_of(part), **as_table(part)}
+
+
+def first_sentence(part: Any) -> str:
+    """The first line of its docstring."""
+    return (inspect.getdoc(part) or "").split("\n")[0]
+
+
+def imported(path: str, kind: str) -> Any:
+    """What "package.module:Name" names."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as e:
+        raise UserError(f"{kind} {path!r}: no module {e.name!r} on the Python path or beside the config") from None
+    except AttributeError:
+        raise UserError(f"{kind} {path!r}: {module} has no {name!r}") from None
+    except Exception as e:  # whatever the user's module raises while it is loaded
+        raise UserError(f"{kind} {path!r}: {module} fails to load: {type(e).__name__}: {e}") from None
+    return found
+
+
+# --- a dataclass from a table and back ---
+
+
+def from_table(cls: Any, table: dict[str, Any], where: str) -> Any:
+    """An instance of a dataclass from a table that is held to its fields' types: an unknown key, a wrong type or a value
+    that is not allowed is an error that says where."""
+    hints, known = _hints(cls), {f.name for f in fields(cls) if f.init}
+    for key in table:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 2)
+            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise UserError(f"{where}: unknown key {key!r}{hint}")
+    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in table.items()}
+    try:
+        return cls(**values)
+    except TypeError:
+        missing = [f.name for f in fields(cls) if f.init and f.name not in values]
+        raise UserError(f"{where}: missing: {', '.join(missing)}") from None
+    except ValueError as e:  # a part's own checks
+        raise UserError(f"{where}: {e}") from None
+
+
+def as_table(part: Any) -> dict[str, Any]:
+    """A dataclass as JSON: its fields, of parts their `describe`, of dataclasses their tables."""
+    return {f.name: _plain(_hints(type(part))[f.name], getattr(part, f.name)) for f in fields(part) if f.init}
+
+
+@lru_cache(maxsize=256)
+def _hints(cls: Any) -> dict[str, Any]:
+    return get_type_hints(cls, vars(sys.modules[cls.__module__]))
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in {Union, types.UnionType} else (hint,)
+
+
+def _registry(hint: Any) -> Registry[Any] | None:
+    """The registry whose parts a field holds: its type is a protocol that says so."""
+    for choice in _choices(hint):
+        if (kind := getattr(choice, "registry", None)) in REGISTRIES:
+            return REGISTRIES[kind]
+    return None
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    registry = _registry(hint)
+    if registry is not None:
+        return None if value is None and type(None) in _choices(hint) else registry.build(value, where)
+    made = [choice for choice in _choices(hint) if is_dataclass(choice)]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        for choice in made:
+            if hasattr(choice, "constant"):
+                return choice.constant(float(value))
+    if isinstance(value, dict) and made:
+        fit = [choice for choice in made if set(value) <= {f.name for f in fields(choice)}] or made
+        for choice in fit:
+            try:
+                return from_table(choice, value, where)
+            except UserError:
+                if choice is fit[-1]:
+                    raise
+    try:  # through JSON: strict about types, yet a list is a tuple, as in TOML
+        return _adapter(hint).validate_json(json.dumps(value), strict=True)
+    except ValidationError as e:
+        first = e.errors()[0]
+        said = first["msg"].removeprefix("Value error, ")
+        raise UserError(f"{where}: {said[0].lower()}{said[1:]}, not {value!r}") from None
+
+
+@lru_cache(maxsize=256)
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(hint)
+
+
+def _plain(hint: Any, value: Any) -> Any:
+    registry = _registry(hint)
+    if registry is not None and value is not None:
+        return registry.describe(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return as_table(value)
+    if isinstance(value, tuple | list):
+        return [_plain(None, v) for v in value]
+    return value
