@@ -23,8 +23,8 @@ FULL_PRECISION = 32
 
 
 class Plan(dict[str, int]):
-    """How many centers each quantized layer gets; empty: full precision. channels: every output channel of a layer has a
-    scale of its own, by which the layer's centers are multiplied."""
+    """How many centers each quantized layer gets; empty: full precision. channels: every output channel of a layer has
+    a scale of its own, by which the layer's centers are multiplied."""
 
     def __init__(self, levels: Mapping[str, int] = MappingProxyType({}), *, channels: bool = False) -> None:
         super().__init__(levels)

@@ -5,15 +5,16 @@ quantizer  how do weights and levels meet?                       `parts.quantize
 server     how do uploads become the next w?                     `parts.servers`
 codec      how does an upload travel?                            `parts.codecs`
 
-Each part is a frozen dataclass whose fields are its settings, registered by name in a file of its own; any choice of four
-works together. The functions of the parts take one client, vectors (d,), or a stack of k of them, vectors (k, d); shapes
-are written (..., d).
+Each part is a frozen dataclass whose fields are its settings, registered by name in a file of its own; any choice of
+four works together. The functions of the parts take one client, vectors (d,), or a stack of k of them, vectors (k, d);
+shapes are written (..., d).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -22,16 +23,23 @@ from qupel.core.optim import Memory
 from qupel.tasks.task import Value
 
 Rows = tuple[Tensor, ...]  # what travels: r vectors (..., d), one for most methods
+RECEIVED = {"received": True}  # of a field that `receive` fills at the start of every round
+
+
+def received() -> Any:
+    """A field of a state that comes anew with every round."""
+    return field(kw_only=True, metadata=RECEIVED)
 
 
 @dataclass(frozen=True)
 class State:
-    """Everything a client keeps: its own model x (..., d_i), its copy w (..., d) of the global one, the levels of x, the
-    optimizer's memory. A method that needs more extends it with fields that are tensors, codebooks or tuples of
-    tensors; stores, stacks and checkpoints walk the fields. w comes anew with every round and is not stored."""
+    """Everything a client keeps: its own model x (..., d_i), its copy w (..., d) of the global one, the levels of x,
+    the optimizer's memory. A method that needs more extends it with fields that are tensors, codebooks or tuples of
+    tensors; stores, stacks and checkpoints walk the fields. What `received` makes comes anew with every round and is
+    not stored: w, or what stands for it."""
 
     x: Tensor
-    w: Tensor
+    w: Tensor = field(metadata=RECEIVED)
     codebook: Codebook = field(default_factory=Codebook)
     memory: Memory = ()
 

@@ -39,7 +39,7 @@ class Evaluated:
 
 
 class Task(Protocol):
-    """One architecture with its loss. A toy one: f(x) = |x|^2 / 2 has gradient(x, ...).gradient = x, .loss = |x|^2 / 2."""
+    """One architecture with its loss. A toy: f = |x|^2 / 2 has gradient(x, ...).gradient = x and .loss = |x|^2 / 2."""
 
     @property
     def layout(self) -> Layout: ...

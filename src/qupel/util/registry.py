@@ -49,6 +49,7 @@ class Registry(Generic[T]):
         self.kind, self.package = kind, package
         self.entries: dict[str, Entry[T]] = {}
         self.complete = False
+        self.protocol: Any = None  # what a field that holds such a part is annotated with
         REGISTRIES[kind] = self
 
     def register(self, name: str, *, paper: str = "", about: str = "") -> Callable[[T], T]:
@@ -143,8 +144,8 @@ def imported(path: str, kind: str) -> Any:
 
 
 def from_table(cls: Any, table: dict[str, Any], where: str) -> Any:
-    """An instance of a dataclass from a table that is held to its fields' types: an unknown key, a wrong type or a value
-    that is not allowed is an error that says where."""
+    """An instance of a dataclass from a table that is held to its fields' types: an unknown key, a wrong type or a
+    value that is not allowed is an error that says where."""
     hints, known = _hints(cls), {f.name for f in fields(cls) if f.init}
     for key in table:
         if key not in known:
@@ -163,7 +164,8 @@ def from_table(cls: Any, table: dict[str, Any], where: str) -> Any:
 
 def as_table(part: Any) -> dict[str, Any]:
     """A dataclass as JSON: its fields, of parts their `describe`, of dataclasses their tables."""
-    return {f.name: _plain(_hints(type(part))[f.name], getattr(part, f.name)) for f in fields(part) if f.init}
+    cls: Any = type(part)
+    return {f.name: _plain(_hints(cls)[f.name], getattr(part, f.name)) for f in fields(part) if f.init}
 
 
 @lru_cache(maxsize=256)
@@ -176,11 +178,9 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 
 def _registry(hint: Any) -> Registry[Any] | None:
-    """The registry whose parts a field holds: its type is a protocol that says so."""
-    for choice in _choices(hint):
-        if (kind := getattr(choice, "registry", None)) in REGISTRIES:
-            return REGISTRIES[kind]
-    return None
+    """The registry whose parts a field holds: its type is their protocol."""
+    held = (r for r in REGISTRIES.values() if r.protocol is not None and r.protocol in _choices(hint))
+    return next(held, None)
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

@@ -10,7 +10,7 @@ Error feedback (Seide et al., 2014): what rounding took away is kept at the clie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ codecs: Registry[type[Codec]] = Registry("codec", "qupel.parts.codecs")
 class Codec(Protocol):
     """The protocol above; rows are (d,)."""
 
-    registry: ClassVar[str] = "codec"
-
     def size(self, numbers: int) -> int: ...
 
     def encode(
@@ -37,11 +35,14 @@ class Codec(Protocol):
     def decode(self, payload: bytes, sent: Tensor) -> Tensor: ...
 
 
+codecs.protocol = Codec
+
+
 def encode_rows(
     codec: Codec, rows: Rows, sent: Rows, residuals: Sequence[Tensor], rng: np.random.Generator
 ) -> tuple[bytes, Rows]:
     """All rows of an upload one after the other, and what they leave."""
-    before = residuals or [None] * len(rows)
+    before: Sequence[Tensor | None] = residuals or [None] * len(rows)
     made = [codec.encode(row, w, left, rng) for row, w, left in zip(rows, sent, before, strict=True)]
     return b"".join(payload for payload, _ in made), tuple(left for _, left in made if left is not None)
 
@@ -50,7 +51,8 @@ def decode_rows(codec: Codec, payload: bytes, sent: Rows) -> Rows:
     """The rows of an upload to a server that sent these; as many of them."""
     each = codec.size(len(sent[0]))
     if len(payload) != each * len(sent):
-        raise UserError(f"upload has {len(payload)} bytes; {len(sent)} x {len(sent[0])} numbers take {each * len(sent)}")
+        wanted = f"{len(sent)} x {len(sent[0])} numbers take {each * len(sent)}"
+        raise UserError(f"upload has {len(payload)} bytes; {wanted}")
     return tuple(codec.decode(payload[k * each : (k + 1) * each], row) for k, row in enumerate(sent))
 
 

@@ -1,6 +1,6 @@
 """What a method is: six small functions in a frozen dataclass; none inherits from another.
 
-    start(before, plan, problem)        -> state          enter the method from the phase before it, or from the first model
+    start(before, plan, problem)        -> state          enter it from the phase before, or from the first model
     receive(state, w)                   -> state          take what the server sent
     step(state, problem, batch, clock)  -> state, info    one local step, and what happened in it
     upload(state)                       -> rows           what leaves the device; None where nothing does
@@ -9,7 +9,7 @@
 
 What a class may say of its method beside these, with the default in brackets:
 
-    State        its own state, a frozen dataclass that extends `parts.base.State`            [that one]
+    state_type   its own state, a frozen dataclass that extends `parts.base.State`             [that one]
     keeps_state  whether a client's next round depends on its last one                         [True]
     any_network  whether x may be of another network than w                                    [False]
     tie(time)    lambda_p, the pull between x and w, for diagnostics                           [0]
@@ -30,7 +30,7 @@ The smallest one, with which every client trains the shared model for itself and
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -48,8 +48,6 @@ methods: Registry[type[Method]] = Registry("method", "qupel.parts.methods")
 class Method(Protocol):
     """The protocol above."""
 
-    registry: ClassVar[str] = "method"
-
     def start(self, before: State, plan: Plan, problem: Problem) -> Any: ...
 
     def receive(self, state: Any, w: Rows) -> Any: ...
@@ -63,10 +61,13 @@ class Method(Protocol):
     def broadcast(self, w: Tensor) -> Rows: ...
 
 
+methods.protocol = Method
+
+
 class OneRow:
     """For methods whose server has one model: w comes, and takes the place of the client's copy."""
 
-    def receive(self, state: State, w: Rows) -> State:
+    def receive(self, state: Any, w: Rows) -> Any:
         return replace(state, w=w[0])
 
     def broadcast(self, w: Tensor) -> Rows:
@@ -87,7 +88,7 @@ class Alone:
 
 
 def state_of(method: Method) -> type[State]:
-    return getattr(method, "State", State)
+    return getattr(method, "state_type", State)
 
 
 def keeps_state(method: Method) -> bool:
@@ -114,8 +115,8 @@ def quantized_step(
     clock: Clock,
     pull: tuple[Tensor, float] | None = None,
 ) -> tuple[Tensor, Codebook, Memory, Info]:
-    """One step of a quantized model on f plus a term whose gradient at x is strength * direction, `pull` the two of them:
-    Algorithm 1 (lines 2 to 5) for the quantizer `prox`, the plain optimizer's step for `none`."""
+    """One step of a quantized model on f plus a term whose gradient at x is strength * direction, `pull` the two of
+    them: Algorithm 1 (lines 2 to 5) for the quantizer `prox`, the plain optimizer's step for `none`."""
     x, codebook, memory = model
     descent = quantizer.gradient(x, codebook, task, batch, clock)
     g = descent.gradient if pull is None else descent.gradient.add_(pull[0], alpha=pull[1])

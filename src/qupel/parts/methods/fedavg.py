@@ -1,5 +1,5 @@
-"""FedAvg: every client trains the global model for a while, the server averages. What is deployed is the one average, on
-every client, in each client's own bits. Followed by a phase of `Local` it is FedAvg + fine-tuning."""
+"""FedAvg: every client trains the global model for a while, the server averages. What is deployed is the one average,
+on every client, in each client's own bits. Followed by a phase of `Local` it is FedAvg + fine-tuning."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from qupel.tasks.task import Batch, Problem
 @methods.register("fedavg", paper="McMahan, Moore, Ramage, Hampson, Agüera y Arcas, AISTATS 2017")
 @dataclass(frozen=True)
 class FedAvg(OneRow):
-    """One shared model: w_i = tau optimizer steps on f_i from w;  w = mean of w_i. The optimizer starts afresh every round.
+    """One shared model: w_i = tau optimizer steps on f_i from w;  w = mean of w_i.
 
-    With a quantizer clients train it quantization-aware: latent models are averaged, each client keeps levels of its own.
+    The optimizer starts afresh every round. With a quantizer clients train quantization-aware: latent models are
+    averaged, each client keeps levels of its own.
     """
 
     eta1: Schedule = Schedule(0.1)

@@ -18,9 +18,9 @@ from qupel.tasks.task import Batch, Problem
 @methods.register("local", paper="Ozkara, Singh, Data, Diggavi, 2021: Algorithm 1")
 @dataclass(frozen=True)
 class Local(Alone):
-    """Each client minimizes its own f(x) + f(Q~_c(x)) + lambda R(x, c), or what its quantizer makes of f; nothing is sent.
+    """Each client minimizes its own f(x) + f(Q~_c(x)) + lambda R(x, c), or what its quantizer makes of f.
 
-    A client without a codebook trains at full precision with the plain optimizer.
+    Nothing is sent. A client without a codebook trains at full precision with the plain optimizer.
     """
 
     eta1: Schedule = Schedule(0.1)

@@ -5,15 +5,15 @@
     settle(y, codebook, descent, task, batch, ...)   -> x, codebook, info    weights and levels after the x step to y
     deployed(x, codebook)                            -> model             what is judged and shipped
 
-Between the second and the third stands the method: it adds its own terms to the gradient and lets its optimizer take the
-x step. A client with an empty codebook is trained at full precision by every quantizer.
+Between the second and the third stands the method: it adds its own terms to the gradient and lets its optimizer take
+the x step. A client with an empty codebook is trained at full precision by every quantizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ quantizers: Registry[type[Quantizer]] = Registry("quantizer", "qupel.parts.quant
 
 @dataclass(frozen=True)
 class Descent:
-    """What was found at x: the gradient for the x step (..., d), which the method may write into; the losses seen on the
-    way; and, where the quantizer wants them again after the step, each weight's center and the gradients of the levels
-    (..., m), a layer each."""
+    """What was found at x: the gradient for the x step (..., d), which the method may write into; the losses seen on
+    the way; and, where the quantizer wants them again after the step, each weight's center and the gradients of the
+    levels (..., m), a layer each."""
 
     gradient: Tensor
     info: Info
@@ -43,8 +43,6 @@ class Descent:
 
 class Quantizer(Protocol):
     """The protocol above."""
-
-    registry: ClassVar[str] = "quantizer"
 
     def start(self, before: State, plan: Plan, layout: Layout) -> tuple[Tensor, Codebook]: ...
 
@@ -56,6 +54,9 @@ class Quantizer(Protocol):
         """y (..., d), the optimizer's step from x, may be written into. eta1: the schedule of x steps."""
 
     def deployed(self, x: Tensor, codebook: Codebook) -> Deployed: ...
+
+
+quantizers.protocol = Quantizer
 
 
 def descend_at(x: Tensor, task: Task, batch: Batch) -> Descent:

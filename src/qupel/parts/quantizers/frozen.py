@@ -1,5 +1,5 @@
-"""Fixed assignments, the last epochs of the paper's training: every weight stays with its center, and the centers and the
-unquantized parameters go on learning. There is no R term."""
+"""Fixed assignments, the last epochs of the paper's training: every weight stays with its center, and the centers and
+the unquantized parameters go on learning. There is no R term."""
 
 from __future__ import annotations
 

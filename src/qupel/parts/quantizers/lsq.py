@@ -18,9 +18,12 @@ from qupel.tasks.task import Batch, Task
 @quantizers.register("lsq", paper="Esser, McKinstry, Bablani, Appuswamy, Modha, ICLR 2020")
 @dataclass(frozen=True)
 class LSQ:
-    """Learned step size: Q(x) = s clip(round(x / s), -m/2, m/2 - 1), the gradient at Q(x) passed straight to x within the
-    grid and 0 beyond it;  s <- s - eta1 ds,  ds = sum_k g_k (Q(x_k) - x_k)/s within, g_k Q(x_k)/s beyond, times
-    1/sqrt(n (m/2 - 1)). Two levels are -s and s. It starts at s = 2 mean |x| / sqrt(m/2 - 1)."""
+    """Learned step size: Q(x) = s clip(round(x / s), -m/2, m/2 - 1).
+
+    The gradient at Q(x) goes straight to x within the grid and is 0 beyond it;  s <- s - eta1 ds,  with ds = sum_k of
+    g_k (Q(x_k) - x_k)/s within and g_k Q(x_k)/s beyond, times 1/sqrt(n (m/2 - 1)). Two levels are -s and s. It starts
+    at s = 2 mean |x| / sqrt(m/2 - 1).
+    """
 
     def start(self, before: State, plan: Plan, layout: Layout) -> tuple[Tensor, Codebook]:
         book = start_codebook(layout, before.x, plan, "range")

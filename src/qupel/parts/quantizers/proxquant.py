@@ -32,8 +32,8 @@ class ProxQuant:
 
     def start(self, before: State, plan: Plan, layout: Layout) -> tuple[Tensor, Codebook]:
         codebook = start_codebook(layout, before.x, plan, self.init)
-        centers = [self._signs(l.of(before.x)) if len(l.centers) == 2 else l.centers for l in codebook.layers]
-        return before.x, codebook.with_centers(centers)
+        pairs = ((layer.of(before.x), layer.centers) for layer in codebook.layers)
+        return before.x, codebook.with_centers(self._signs(u) if len(c) == 2 else c for u, c in pairs)
 
     def _signs(self, u: Tensor) -> Tensor:
         s = u.abs().mean() if self.scale == "layer" else u.new_ones(())

@@ -1,5 +1,5 @@
-"""What a server is: functions in a frozen dataclass that take uploads one at a time, so that no more than one need be in
-memory, and a state of its own, which is part of every checkpoint.
+"""What a server is: functions in a frozen dataclass that take uploads one at a time, so that no more than one need be
+in memory, and a state of its own, which is part of every checkpoint.
 
     start(w)                     -> state        at the first round of a phase; tensors, none for most
     send(w, state)               -> rows         what goes out to the clients: w itself for most
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ servers: Registry[type[Server]] = Registry("server", "qupel.parts.servers")
 class Server(Protocol):
     """The protocol above. An upload is only lent: what is kept of it must be copied."""
 
-    registry: ClassVar[str] = "server"
-
     def start(self, w: Rows) -> ServerState: ...
 
     def send(self, w: Rows, state: ServerState) -> Rows: ...
@@ -36,6 +34,9 @@ class Server(Protocol):
     def add(self, so_far: Any, upload: Upload, share: float) -> Any: ...
 
     def finish(self, w: Rows, so_far: Any, state: ServerState) -> tuple[Rows, ServerState]: ...
+
+
+servers.protocol = Server
 
 
 @dataclass
