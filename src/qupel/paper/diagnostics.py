@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -20,10 +20,13 @@ from qupel.core.optim import SGD
 from qupel.core.prox import distance
 from qupel.core.schedule import Clock, Schedule, half_gap, travelled
 from qupel.paper.theory import Steps, outside, theorem1_sharp, theorem2_sharp
-from qupel.parts.methods import Local, Method, QuPeL, State
-from qupel.parts.methods.base import Batch
-from qupel.parts.methods.quantizer import Quantizer
-from qupel.tasks.task import Diverged, Oracle
+from qupel.parts.base import Info, State
+from qupel.parts.methods import Method
+from qupel.parts.methods.base import tie as pull_of
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.quantizers.prox import Prox
+from qupel.tasks.task import Batch, Diverged, Evaluated, Loss, Problem, Task
 
 TOLERANCE = 1e-6  # of |F|, below which an increase is rounding: losses are computed in float32
 _REMEMBERED = 4
@@ -33,19 +36,36 @@ SKETCH = 512
 
 
 class ClientLoss:
-    """f over fixed batches plus (mu/2) |x|^2: its gradient, whatever batch a method hands it, and its value.
+    """A task: f over fixed batches plus (mu/2) |x|^2, its gradient, whatever batch a method hands it, and its value.
 
     The last few points are remembered: a step, the next one and what is measured between them ask for the same.
     seed: dropout draws the same mask at every call.
     """
 
-    def __init__(self, oracle: Oracle, batches: Sequence[Batch], mu: float = 0.0, seed: int | None = None) -> None:
-        self.oracle, self.batches, self.mu, self.seed = oracle, batches, mu, seed
+    def __init__(self, task: Task, batches: Sequence[Batch], mu: float = 0.0, seed: int | None = None) -> None:
+        self.task, self.batches, self.mu, self.seed = task, batches, mu, seed
+        self.layout = task.layout
         self.samples = sum(len(targets) for _, targets in batches)
         self.known: list[tuple[Tensor, Tensor, float]] = []  # x, gradient, value
 
-    def __call__(self, x: Tensor, batch: Batch | None = None, slots: Sequence[Slot] | None = None) -> Tensor:
-        return self._at(x)[0].clone()  # methods write into it
+    def gradient(
+        self,
+        x: Tensor,
+        batch: Batch,
+        slots: Sequence[Slot] | None = None,
+        *,
+        loss: Loss | None = None,
+        given: Sequence[Tensor] = (),
+    ) -> Evaluated:
+        gradient, value = self._at(x)
+        return Evaluated(gradient.clone(), value, x[:0])  # methods write into it
+
+    def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.task.outputs(x, inputs)
+
+    def at(self, x: Tensor) -> Tensor:
+        """The gradient at x (d,)."""
+        return self._at(x)[0].clone()
 
     def value(self, x: Tensor) -> float:
         return self._at(x)[1]
@@ -59,14 +79,15 @@ class ClientLoss:
         gradient, value = self.mu * x, self.mu / 2 * float(x @ x)
         for batch in self.batches:
             share = len(batch[1]) / self.samples
-            gradient.add_(self.oracle(x, batch), alpha=share)
-            value += share * self.oracle.loss_value
+            found = self.task.gradient(x, batch)
+            gradient.add_(found.gradient, alpha=share)
+            value += share * float(found.loss)
         self.known = [(x.clone(), gradient, value), *self.known[: _REMEMBERED - 1]]
         return gradient, value
 
 
 def objective(
-    q: Quantizer, x: Tensor, codebook: Codebook, f: ClientLoss, lam: Sequence[float], tie: float, w: Tensor
+    q: Prox, x: Tensor, codebook: Codebook, f: ClientLoss, lam: Sequence[float], tie: float, w: Tensor
 ) -> float:
     """F(x, c, w) = f(x) + f(Q~_c(x)) + sum of lambda R over layers + (lambda_p/2) |x - w|^2, tie = lambda_p."""
     value = f.value(x) + tie / 2 * float((x - w).square().sum())
@@ -91,7 +112,7 @@ class Gradients:
         return self.x + self.c + self.w
 
 
-def gradients(method: Local | QuPeL, s: State, after: State, w: Tensor, f: ClientLoss, clock: Clock) -> Gradients:
+def gradients(method: Studied, s: State, after: State, w: Tensor, f: ClientLoss, clock: Clock) -> Gradients:
     """G^t of the theorems for a plain step s -> after, w the mean of all w_i. R enters with the subgradients that the
     optimality conditions of the two proximal steps single out (of the centers: with the weights assigned as before):
 
@@ -99,9 +120,9 @@ def gradients(method: Local | QuPeL, s: State, after: State, w: Tensor, f: Clien
         G_c = (c - c+)/eta2 + grad_c f(Q~_c+(x+)) - grad_c f(Q~_c(x+))
         G_w = lambda_p (w - x+)
     """
-    q, tie = method.quantizer, lambda_p(method, clock)
+    q, tie = prox_of(method), lambda_p(method, clock)
     eta1, eta2 = method.eta1(clock.time), q.eta2(clock.time)
-    old, new = (q.add_weight_gradient(f(x), f, x, s.codebook, NO_BATCH) for x in (s.x, after.x))
+    old, new = (q.gradient(x, s.codebook, f, NO_BATCH, clock).gradient for x in (s.x, after.x))
     step_x = after.x - s.x  # (d,)
     G_x = new - old - step_x / eta1 + tie * (step_x + s.w - w)
     G_w = tie * (w - after.x)
@@ -110,7 +131,7 @@ def gradients(method: Local | QuPeL, s: State, after: State, w: Tensor, f: Clien
         return Gradients(_square(G_x), 0.0, _square(G_w), slope_x, 0.0)
     codes = s.codebook.assign(after.x)
     old, new = (
-        torch.cat([*q.center_gradient(f, after.x, book, book.nearest(after.x, codes), NO_BATCH, clock)])
+        torch.cat([*q.center_gradients(after.x, book, book.nearest(after.x, codes), f, NO_BATCH, clock, Info())[0]])
         for book in (s.codebook, after.codebook)
     )
     step_c = torch.cat(after.codebook.centers) - torch.cat(s.codebook.centers)  # all centers in a row
@@ -127,7 +148,20 @@ TINY = 1e-7  # a step so short that the change of a gradient along it is roundin
 
 
 def lambda_p(method: Method, clock: Clock) -> float:
-    return method.lambda_p(clock.time) if isinstance(method, QuPeL) else 0.0
+    return pull_of(method, clock.time)
+
+
+Studied = Local | QuPeL  # with the quantizer `prox`: what the theorems speak of
+
+
+def studied(method: Method) -> TypeGuard[Studied]:
+    """Whether a method is Algorithm 1 or 2."""
+    return isinstance(method, Studied) and isinstance(method.quantizer, Prox)
+
+
+def prox_of(method: Studied) -> Prox:
+    assert isinstance(method.quantizer, Prox)
+    return method.quantizer
 
 
 # --- one client ---
@@ -144,7 +178,7 @@ class Probe:
 
     def look(self, state: State, f: ClientLoss) -> Seen:
         told: Seen = {"sketch": sketch(state.x.double() - self.w), **nearness(self.method, state, self.clock)}
-        if isinstance(self.method, Local | QuPeL) and self.method.eta1(self.clock.time) > 0:
+        if studied(self.method) and self.method.eta1(self.clock.time) > 0:
             with suppress(Diverged):  # where the loss is not finite there is nothing to tell
                 told |= probe(self.method, state, self.w, f, self.clock)
         return told
@@ -181,19 +215,19 @@ def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:
         return {}
     apart = sum(2 * float(distance(state.x[slot.slice], c)) / gap for slot, c, gap in layers if gap > 0)
     told = {"distance": apart / weights}
-    if isinstance(method, Local | QuPeL):
-        travel = [travelled(method.quantizer.lam, method.eta1, clock, c) * s.size for s, c, gap in layers if gap > 0]
+    if isinstance(method, Studied):
+        travel = [travelled(prox_of(method).lam, method.eta1, clock, c) * s.size for s, c, gap in layers if gap > 0]
         told["travel"] = sum(travel) / weights
     return told
 
 
-def probe(method: Local | QuPeL, state: State, w: Tensor, f: ClientLoss, clock: Clock) -> dict[str, float]:
+def probe(method: Studied, state: State, w: Tensor, f: ClientLoss, clock: Clock) -> dict[str, float]:
     """Make the plain step that the theorems speak of from here, in float64, and forget it: F before it, G of it, and by
     how much it misses F(x+, c+) + |x+ - x|^2/(4 eta1) + |c+ - c|^2/(4 eta2) <= F(x, c)."""
-    plain, q = replace(method, optimizer=SGD()), method.quantizer
-    centers = state.codebook.with_centers(c.double() for c in state.codebook.centers)
+    plain, q = replace(method, optimizer=SGD()), prox_of(method)
+    centers = state.codebook.to(torch.float64)
     s = State(state.x.double(), state.w.double(), centers)
-    after = plain.step(s, f, NO_BATCH, clock)
+    after, _ = plain.step(s, Problem(f, f), NO_BATCH, clock)
     G = gradients(plain, s, after, w, f, clock)
     lam, tie = [float(q.strength(c, method.eta1, clock)) for c in s.codebook.centers], lambda_p(method, clock)
     F, F_after = (objective(q, a.x, a.codebook, f, lam, tie, w) for a in (s, after))
@@ -207,9 +241,9 @@ def probe(method: Local | QuPeL, state: State, w: Tensor, f: ClientLoss, clock: 
     }
 
 
-def decrease(method: Local | QuPeL, s: State, after: State, clock: Clock) -> float:
+def decrease(method: Studied, s: State, after: State, clock: Clock) -> float:
     """What a step must take off F at least: |x+ - x|^2/(4 eta1) + |c+ - c|^2/(4 eta2)."""
-    eta1, eta2 = method.eta1(clock.time), method.quantizer.eta2(clock.time)
+    eta1, eta2 = method.eta1(clock.time), prox_of(method).eta2(clock.time)
     moved = float((after.x - s.x).square().sum()) / (4 * eta1)
     if eta2 > 0:
         pairs = zip(s.codebook.centers, after.codebook.centers, strict=True)
@@ -275,7 +309,7 @@ def bound(
 ) -> float | None:
     """The theorems' bound on the average of G2 since the phase's first line, if the run is one that they speak of and
     its steps are as small as they ask: L_x and L_c are read off eta1 and eta2. None where they say nothing."""
-    if now["mode"] != "full" or not isinstance(method, Local | QuPeL) or "objective" not in now or not before:
+    if now["mode"] != "full" or not isinstance(method, Studied) or "objective" not in now or not before:
         return None
     steps = implied(method, clock, tau)
     if steps is None or "objective" not in before[0]:
@@ -286,9 +320,9 @@ def bound(
     return theorem2_sharp(steps, T, fallen, max(line["kappa"] for line in (*before, now)))
 
 
-def implied(method: Local | QuPeL, clock: Clock, tau: int) -> Steps | None:
+def implied(method: Studied, clock: Clock, tau: int) -> Steps | None:
     """The constants that a method's step sizes would be right for; None if it is outside the theorems."""
-    q, tie = method.quantizer, lambda_p(method, clock)
+    q, tie = prox_of(method), lambda_p(method, clock)
     rates = [method.eta1, q.eta2] + ([method.eta3, method.lambda_p] if isinstance(method, QuPeL) else [])
     if outside(q) or method.optimizer != SGD() or any(r != Schedule(r.start) or r.start <= 0 for r in rates):
         return None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qupel.core.schedule import Schedule
-from qupel.parts.methods.quantizer import Quantizer
+from qupel.parts.quantizers.prox import Prox
 from qupel.util.errors import UserError
 
 # --- constants ---
@@ -132,7 +132,7 @@ class Steps:
         return 1 / (2 * self.L_c)
 
 
-def outside(quantizer: Quantizer) -> str | None:
+def outside(quantizer: Prox) -> str | None:
     """Why a quantizer is outside both theorems, None if it is not."""
     q = quantizer
     if q.mode == "hard":
@@ -154,7 +154,7 @@ def outside(quantizer: Quantizer) -> str | None:
 
 def theorem1_steps(
     loss: LossConstants,
-    quantizer: Quantizer,
+    quantizer: Prox,
     sizes: Sequence[int],
     span: float,
     free: int = 0,
@@ -187,7 +187,7 @@ def theorem1_steps(
 
 def theorem2_steps(
     loss: LossConstants,
-    quantizer: Quantizer,
+    quantizer: Prox,
     sizes: Sequence[int],
     span: float,
     free: int = 0,

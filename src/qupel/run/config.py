@@ -7,38 +7,34 @@ import difflib
 import json
 import tomllib
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator, model_validator
-
-from qupel.core.optim import SGD, Adam
-from qupel.core.schedule import Follow, Schedule, Travel
-from qupel.deploy.budget import parse_size
-from qupel.parts.methods import (
-    AnyMethod,
-    BinaryRelax,
-    FedAvg,
-    FineTune,
-    Local,
-    PostTraining,
-    ProxQuant,
-    Quantizer,
-    QuPeL,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SkipValidation,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
 )
-from qupel.run.recipes import RECIPES, Settings
+
+from qupel.core.schedule import Schedule
+from qupel.deploy.budget import parse_size
+from qupel.parts.methods import methods
+from qupel.parts.phase import Phase, phase_from
+from qupel.parts.servers import servers
+from qupel.run.recipes import Settings, find, recipes
 from qupel.tasks import zoo as models
 from qupel.util.errors import UserError
 
-# The methods' own dataclasses are their schema: one home for a setting's name, type and default.
-_STRICT = {"extra": "forbid", "strict": True}
-_SCHEMA: tuple[type, ...] = (QuPeL, Local, FedAvg, FineTune, ProxQuant, BinaryRelax, PostTraining)
-for _cls in (*_SCHEMA, Quantizer, SGD, Adam, Schedule, Travel, Follow):
-    setattr(_cls, "__pydantic_config__", _STRICT)  # noqa: B010 - the classes themselves need not know pydantic
-
-_SCHEDULES = {"eta1", "eta2", "eta3", "lam", "lam_c", "lambda_p"}
-
-_BRANCHES = {"constrained-int", "str", *(c.__name__ for c in (SGD, Adam, Schedule, Travel, Follow))}
+_BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
 
 Bits = Annotated[int, Field(ge=1, le=32)]
 
@@ -75,46 +71,55 @@ class ModelConfig(Strict):
         return check_model(value)
 
 
-class PhaseConfig(Strict):
-    rounds: int = Field(ge=0)
-    method: Annotated[AnyMethod, Field(discriminator="method")]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flat(cls, value: Any) -> Any:
-        """{rounds, method = "qupel", eta1 = 0.1, ...} -> {rounds, method: {...}}; a number is a constant schedule."""
-        if not isinstance(value, dict):
-            return value
-        if isinstance(value.get("method"), dict):  # as a config is written out
-            return {**value, "method": _constants(value["method"])}
-        rest = {k: v for k, v in value.items() if k != "rounds"}
-        head = {"rounds": value["rounds"]} if "rounds" in value else {}
-        return {**head, "method": _constants(rest)}
+def _phases(value: Any) -> Any:
+    """Tables -> phases."""
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(p if isinstance(p, Phase) else phase_from(p, f"phase {k}") for k, p in enumerate(value, 1))
 
 
-def _constants(table: dict[str, Any]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            out[key] = _constants(value)
-        elif key in _SCHEDULES and isinstance(value, int | float) and not isinstance(value, bool):
-            out[key] = {"start": value}
-        elif isinstance(value, list):
-            out[key] = tuple(value)  # what stands behind this step is strict about the difference
-        else:
-            out[key] = value
-    return out
+Phases = Annotated[
+    tuple[SkipValidation[Phase], ...],
+    BeforeValidator(_phases),
+    PlainSerializer(lambda phases: [p.table() for p in phases]),
+    WithJsonSchema({"type": "array", "items": {"type": "object"}}),
+]
+Part = str | dict[str, Any] | None  # a part's name, or a table of its settings with its `name`
 
 
 class MethodConfig(Settings):
-    """A recipe with its settings, or phases written out."""
+    """A recipe with its settings; or a method with a quantizer and a server of one's choice; or phases written out."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
     recipe: str | None = None
-    phases: tuple[PhaseConfig, ...] | None = None
+    method: Part = Field(None, description="one method for all rounds, in place of a recipe")
+    quantizer: Part = Field(None, description="of that method")
+    server: Part = Field(None, description="how uploads become the next w, of that method")
+    phases: Phases | None = None
     bits: Bits | tuple[Bits, ...] | None = Field(None, description="in place of the run's bits")
     model: str | None = Field(None, description="in place of the run's model.name")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> MethodConfig:
+        ways = [name for name in ("recipe", "method", "phases") if getattr(self, name) is not None]
+        if len(ways) != 1:
+            raise ValueError("give either recipe, or method, or phases")
+        if self.method is None and (self.quantizer is not None or self.server is not None):
+            raise ValueError(f"quantizer and server go with method; {ways[0]} has its own")
+        self.composed(1, 0.1)
+        return self
+
+    def composed(self, rounds: int, eta1: float | Schedule) -> Phase | None:
+        """`method` with its quantizer and server as one phase; what its table leaves out comes from the settings."""
+        if self.method is None:
+            return None
+        table = {"name": self.method} if isinstance(self.method, str) else dict(self.method)
+        known = {f.name for f in fields(methods[str(table.get("name"))])}  # type: ignore[arg-type]
+        given = {"eta1": eta1, "optimizer": self.x_optimizer(), "quantizer": self.quantizer}
+        table = {k: v for k, v in given.items() if k in known and v is not None} | table
+        server = servers.build(self.server or "mean", "server")
+        return Phase(methods.build(table, "method"), rounds, server)
 
     @field_validator("model")
     @classmethod
@@ -124,8 +129,8 @@ class MethodConfig(Settings):
     @field_validator("recipe")
     @classmethod
     def _known(cls, value: str | None) -> str | None:
-        if value is not None and value not in RECIPES:
-            raise ValueError(f"unknown recipe {value!r}; allowed: {', '.join(RECIPES)}")
+        if value is not None:
+            find(value)
         return value
 
     @field_validator("bits")
@@ -250,9 +255,9 @@ def read(text: str) -> Config:
 
 def _base(recipe: Any, shared: dict[str, Any]) -> dict[str, Any]:
     """What a method's own table builds on: [settings] over a recipe's defaults, a published preset over [settings]."""
-    if not isinstance(recipe, str) or recipe not in RECIPES:
+    if not isinstance(recipe, str) or recipe not in recipes:
         return shared
-    found = RECIPES[recipe]
+    found = find(recipe)
     return {**shared, **found.defaults} if found.fixed else {**found.defaults, **shared}
 
 

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from qupel.core.optim import SGD, Adam, Optimizer
 from qupel.core.schedule import Follow, Schedule, Travel
-from qupel.parts.methods import (
-    BinaryRelax,
-    FedAvg,
-    FineTune,
-    Local,
-    Phase,
-    PostTraining,
-    ProxQuant,
-    Quantizer,
-    QuPeL,
-)
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.afterwards import Afterwards
+from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.parts.quantizers.none import NoQuantizer
+from qupel.parts.quantizers.prox import Prox
+from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.util.errors import UserError
+from qupel.util.registry import Registry
 
 
 @dataclass(frozen=True)
-class Budget:
+class Length:
     """How long a run is: rounds of `local_steps` steps, `epoch_steps` of which make an epoch."""
 
     rounds: int
@@ -77,13 +78,13 @@ class Settings(BaseModel):
             return Adam(weight_decay=self.weight_decay)
         return SGD(momentum=0.9 if self.optimizer == "momentum" else 0.0, weight_decay=self.weight_decay)
 
-    def x_schedule(self, budget: Budget) -> Schedule:
-        cosine = budget.epochs(budget.rounds) if self.eta1_cosine else 0
+    def x_schedule(self, length: Length) -> Schedule:
+        cosine = length.epochs(length.rounds) if self.eta1_cosine else 0
         return Schedule(self.eta1, decay=self.eta1_decay, cosine=cosine)
 
-    def center_schedule(self, budget: Budget) -> Schedule:
+    def center_schedule(self, length: Length) -> Schedule:
         """With the mean gradient and the model's own schedule a center moves as its average weight would."""
-        return self.x_schedule(budget) if self.eta2 is None else Schedule(self.eta2, drops=self.eta2_drops)
+        return self.x_schedule(length) if self.eta2 is None else Schedule(self.eta2, drops=self.eta2_drops)
 
     def pull(self) -> Schedule | Travel:
         if self.lambda_growth is not None:
@@ -94,26 +95,26 @@ class Settings(BaseModel):
         """The paper's listing synchronizes instead of stepping when tau divides t: tau - 1 steps a round."""
         return tau - 1 if self.as_printed else tau
 
-    def tie(self, rounds: int, budget: Budget) -> Schedule:
+    def tie(self, rounds: int, length: Length) -> Schedule:
         """lambda_p over the last `rounds` rounds of a run."""
-        return Schedule(self.lambda_p, cosine=budget.epochs(rounds) if self.let_go else 0)
+        return Schedule(self.lambda_p, cosine=length.epochs(rounds) if self.let_go else 0)
 
-    def quantizer(self, eta2: Schedule) -> Quantizer:
-        return Quantizer(
+    def learned_centers(self, eta2: Schedule) -> Prox:
+        return Prox(
             eta2=eta2,
             lam=self.pull(),
             lam_c=None if self.follow is None else Follow(self.follow),
             mode=self.mode,
             sharpness=self.sharpness,
             rule=self.rule,
-            gradient=self.center_gradient,
+            center_gradient=self.center_gradient,
             clip=self.clip,
             carry=self.carry,
             init=self.init,
         )
 
 
-def split_rounds(s: Settings, b: Budget) -> tuple[int, int, int]:
+def split_rounds(s: Settings, b: Length) -> tuple[int, int, int]:
     """Rounds of warm-up, main phase and fine-tuning."""
     first = round(s.warmup * b.rounds)
     last = round(s.finetune * b.rounds)
@@ -122,24 +123,20 @@ def split_rounds(s: Settings, b: Budget) -> tuple[int, int, int]:
     return first, b.rounds - first - last, last
 
 
-def _tail(s: Settings, b: Budget, done: int, rounds: int, tie: Schedule | None, eta2: Schedule) -> list[Phase]:
+def _tail(s: Settings, b: Length, done: int, rounds: int, tie: Schedule | None, eta2: Schedule) -> list[Phase]:
     """The fine-tuning phase, its schedules going on where the phase before it stopped."""
     if rounds == 0:
         return []
     epochs = b.epochs(done)
-    method = FineTune(
-        eta1=s.x_schedule(b).later(epochs),
-        eta2=eta2.later(epochs),
-        lambda_p=tie,
-        coupling=s.coupling,
-        optimizer=s.x_optimizer(),
-        gradient=s.center_gradient,
-        clip=s.clip,
-    )
+    eta1, optimizer = s.x_schedule(b).later(epochs), s.x_optimizer()
+    frozen = Frozen(eta2.later(epochs), s.center_gradient, s.clip)
+    if tie is None:
+        return [Phase(Local(eta1, optimizer, frozen), rounds)]
+    method = QuPeL(eta1, lambda_p=tie, coupling=s.coupling, optimizer=optimizer, quantizer=frozen, enters="free")
     return [Phase(method, rounds)]
 
 
-def qupel(s: Settings, b: Budget) -> list[Phase]:
+def qupel(s: Settings, b: Length) -> list[Phase]:
     """FedAvg warm-up (if any), then QuPeL, then fine-tuning."""
     first, main, last = split_rounds(s, b)
     eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
@@ -150,26 +147,29 @@ def qupel(s: Settings, b: Budget) -> list[Phase]:
         lambda_p=tie,
         coupling=s.coupling,
         optimizer=s.x_optimizer(),
-        quantizer=s.quantizer(eta2.later(skipped)),
+        quantizer=s.learned_centers(eta2.later(skipped)),
         as_printed=s.as_printed,
     )
     return [*phases, Phase(method, main), *_tail(s, b, first + main, last, tie.later(b.epochs(main)), eta2)]
 
 
-def local(s: Settings, b: Budget) -> list[Phase]:
+def local(s: Settings, b: Length) -> list[Phase]:
     """Full precision first, then Algorithm 1 at each client, then fine-tuning; plain training for 32 bits."""
     first, main, last = split_rounds(s, b)
     eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
-    method = Local(eta1=eta1.later(skipped), optimizer=s.x_optimizer(), quantizer=s.quantizer(eta2.later(skipped)))
+    method = Local(
+        eta1=eta1.later(skipped), optimizer=s.x_optimizer(), quantizer=s.learned_centers(eta2.later(skipped))
+    )
     return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, eta2)]
 
 
-def _alone(s: Settings, b: Budget, rounds: int) -> list[Phase]:
+def _alone(s: Settings, b: Length, rounds: int) -> list[Phase]:
     """Plain training at full precision, the warm-up of methods that do not communicate."""
-    return [Phase(Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantize=False), rounds)] if rounds else []
+    plain = Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantizer=NoQuantizer())
+    return [Phase(plain, rounds)] if rounds else []
 
 
-def _fedavg(s: Settings, b: Budget, rounds: int) -> list[Phase]:
+def _fedavg(s: Settings, b: Length, rounds: int) -> list[Phase]:
     """FedAvg for this many rounds, cut where QuPeL's warm-up ends, so that all cells of a run share that part."""
     first = min(round(s.warmup * b.rounds), rounds)
     eta1, optimizer = s.x_schedule(b), s.x_optimizer()
@@ -178,12 +178,12 @@ def _fedavg(s: Settings, b: Budget, rounds: int) -> list[Phase]:
     return [p for p in phases if p.rounds]
 
 
-def fedavg(s: Settings, b: Budget) -> list[Phase]:
+def fedavg(s: Settings, b: Length) -> list[Phase]:
     """FedAvg all the way."""
     return _fedavg(s, b, b.rounds)
 
 
-def fedavg_finetune(s: Settings, b: Budget) -> list[Phase]:
+def fedavg_finetune(s: Settings, b: Length) -> list[Phase]:
     """FedAvg, then local steps at full precision for the `finetune` share of the rounds."""
     last = round(s.finetune * b.rounds)
     first = b.rounds - last
@@ -191,36 +191,61 @@ def fedavg_finetune(s: Settings, b: Budget) -> list[Phase]:
     return [*_fedavg(s, b, first), Phase(tuning, last)]
 
 
-def proxquant(s: Settings, b: Budget) -> list[Phase]:
+def proxquant(s: Settings, b: Length) -> list[Phase]:
     """Full precision first, then ProxQuant, then fine-tuning of what is not quantized."""
     first, main, last = split_rounds(s, b)
     eta1 = s.x_schedule(b).later(b.epochs(first))
-    method = ProxQuant(eta1=eta1, lam=s.pull(), optimizer=s.x_optimizer(), scale=s.scale, init=s.init)
+    quantizer = ProxQuant(lam=s.pull(), scale=s.scale, init=s.init)
+    method = Local(eta1=eta1, optimizer=s.x_optimizer(), quantizer=quantizer)
     return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, Schedule())]
 
 
-def binaryrelax(s: Settings, b: Budget) -> list[Phase]:
+def binaryrelax(s: Settings, b: Length) -> list[Phase]:
     """Full precision first, then BinaryRelax: relaxed, and hard for the `finetune` share of the rounds."""
     first, main, last = split_rounds(s, b)
     eta1, optimizer = s.x_schedule(b), s.x_optimizer()
-    relaxed = BinaryRelax(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)
-    hard = BinaryRelax(eta1=eta1.later(b.epochs(first + main)), lam=Schedule(math.inf), optimizer=optimizer)
+    relaxed = Local(eta1.later(b.epochs(first)), optimizer, BinaryRelax())
+    hard = Local(eta1.later(b.epochs(first + main)), optimizer, BinaryRelax(lam=Schedule(math.inf)))
     return [*_alone(s, b, first), Phase(relaxed, main), *([Phase(hard, last)] if last else [])]
 
 
-def _posttraining(init: Literal["range", "kmeans"]) -> Callable[[Settings, Budget], list[Phase]]:
-    def recipe(s: Settings, b: Budget) -> list[Phase]:
-        return [Phase(PostTraining(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), init=init), b.rounds)]
+def _posttraining(init: Literal["range", "kmeans"]) -> Callable[[Settings, Length], list[Phase]]:
+    def recipe(s: Settings, b: Length) -> list[Phase]:
+        return [Phase(Local(s.x_schedule(b), s.x_optimizer(), Afterwards(init)), b.rounds)]
 
     return recipe
 
 
 @dataclass(frozen=True)
 class Recipe:
-    about: str
-    phases: Callable[[Settings, Budget], list[Phase]]
-    defaults: dict[str, object]  # settings that belong to this recipe
+    """Phases from settings, the settings that belong to it, and what it is."""
+
+    phases: Callable[[Settings, Length], list[Phase]]
+    about: str = ""
+    defaults: Mapping[str, object] = field(default_factory=dict)
     fixed: bool = False  # a published setting: only the method's own table changes it, not [settings]
+    bits: int | None = None  # the clients' bits unless its own are given; none: those of the run
+
+
+recipes: Registry[Recipe] = Registry("recipe")
+
+
+def find(name: str) -> Recipe:
+    """A recipe by its name; a function of your own, "module:name", is one without defaults."""
+    found: Any = recipes[name]
+    return found if isinstance(found, Recipe) else Recipe(found)
+
+
+def _recipe(
+    name: str,
+    about: str,
+    phases: Callable[[Settings, Length], list[Phase]],
+    defaults: Mapping[str, object] = MappingProxyType({}),
+    *,
+    fixed: bool = False,
+    bits: int | None = None,
+) -> None:
+    recipes.register(name, about=about)(Recipe(phases, about, defaults, fixed, bits))
 
 
 _PAPER: dict[str, object] = {
@@ -236,25 +261,19 @@ _PAPER |= {"let_go": False, "init": "paper", "center_gradient": "sum", "follow":
 # Training in one place (Table 1); lambda_p and coupling have no meaning there.
 _PAPER_TRAINING = _PAPER | {"optimizer": "adam", "eta1": 0.01, "eta1_decay": 1.0, "weight_decay": 0.0}
 _PAPER_TRAINING |= {"lambda_growth": 1e-4, "eta2_drops": (80, 140), "finetune": 1 / 3}
+_PRINTED = _PAPER | {"rule": "paper", "as_printed": True}
 
 _ALONE: dict[str, object] = {"warmup": 0.5}
 
-RECIPES: dict[str, Recipe] = {
-    "qupel": Recipe("QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel, {}),
-    "qupel-corrected": Recipe("QuPeL with the paper's settings and corrected signs", qupel, _PAPER, fixed=True),
-    "qupel-paper": Recipe(
-        "QuPeL exactly as printed, wrong signs included",
-        qupel,
-        _PAPER | {"rule": "paper", "as_printed": True},
-        fixed=True,
-    ),
-    "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE),
-    "local-corrected": Recipe("Algorithm 1 at each client with the paper's settings", local, _PAPER, fixed=True),
-    "training-corrected": Recipe("Algorithm 1 as in Table 1 of the paper", local, _PAPER_TRAINING, fixed=True),
-    "fedavg": Recipe("one shared full-precision model", fedavg, {}),
-    "fedavg-finetune": Recipe("FedAvg, then local steps at full precision", fedavg_finetune, {"bits": 32}),
-    "proxquant": Recipe("ProxQuant: weights pulled to fixed centers", proxquant, _ALONE),
-    "binaryrelax": Recipe("BinaryRelax: a latent model slides to its quantization", binaryrelax, _ALONE),
-    "ptq-range": Recipe("post-training: nearest point of a min-max grid", _posttraining("range"), {}),
-    "ptq-kmeans": Recipe("post-training: k-means centers", _posttraining("kmeans"), {}),
-}
+_recipe("qupel", "QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel)
+_recipe("qupel-corrected", "QuPeL with the paper's settings and corrected signs", qupel, _PAPER, fixed=True)
+_recipe("qupel-paper", "QuPeL exactly as printed, wrong signs included", qupel, _PRINTED, fixed=True)
+_recipe("local", "Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE)
+_recipe("local-corrected", "Algorithm 1 at each client with the paper's settings", local, _PAPER, fixed=True)
+_recipe("training-corrected", "Algorithm 1 as in Table 1 of the paper", local, _PAPER_TRAINING, fixed=True)
+_recipe("fedavg", "one shared full-precision model", fedavg, bits=32)
+_recipe("fedavg-finetune", "FedAvg, then local steps at full precision", fedavg_finetune, bits=32)
+_recipe("proxquant", "ProxQuant: weights pulled to fixed centers", proxquant, _ALONE)
+_recipe("binaryrelax", "BinaryRelax: a latent model slides to its quantization", binaryrelax, _ALONE)
+_recipe("ptq-range", "post-training: nearest point of a min-max grid", _posttraining("range"))
+_recipe("ptq-kmeans", "post-training: k-means centers", _posttraining("kmeans"))

@@ -20,8 +20,9 @@ from qupel.data.batches import generator
 from qupel.paper.convergence.config import ProblemConfig
 from qupel.paper.diagnostics import ClientLoss
 from qupel.paper.theory import LossConstants, estimate_constants, regression_constants
-from qupel.parts.methods import Quantizer, State
-from qupel.tasks.task import Oracle
+from qupel.parts.base import State
+from qupel.parts.quantizers.prox import Prox
+from qupel.tasks.task import ModuleTask
 from qupel.util.errors import UserError
 
 Arrays = tuple[Tensor, Tensor]  # inputs (N, p), labels (N,)
@@ -50,8 +51,8 @@ class Problem:
     def span(self) -> float:
         return 2 * self.config.center_bound
 
-    def quantizer(self) -> Quantizer:
-        return Quantizer(lam=Schedule(self.config.lam), mode="soft", P=self.config.P, init="quantile")
+    def quantizer(self) -> Prox:
+        return Prox(lam=Schedule(self.config.lam), mode="soft", P=self.config.P, init="quantile")
 
     def start(self) -> State:
         return State(self.x, self.x)
@@ -64,7 +65,7 @@ def build(config: ProblemConfig, shares: Sequence[float] = (0.0,)) -> Problem:
     module = _network(config)
     layout = Layout.of(module, torch.float64)
     plan = plan_bits(layout, config.bits, config.layers or layout.weights)
-    losses = [ClientLoss(Oracle(module, F.cross_entropy, torch.float64), [rows], config.mu) for rows in clients]
+    losses = [ClientLoss(ModuleTask(module, F.cross_entropy, torch.float64), [rows], config.mu) for rows in clients]
     x = layout.flatten(module)
     if config.hidden:
         found = [_estimate(config, loss, layout, plan, x) for loss in losses]
@@ -121,4 +122,4 @@ def _estimate(config: ProblemConfig, loss: ClientLoss, layout: Layout, plan: Pla
             v[layout[name].slice] = (2 * low - 1) * config.center_bound
         return v
 
-    return estimate_constants(loss, [x, *(point() for _ in range(config.points))], config.safety, config.seed)
+    return estimate_constants(loss.at, [x, *(point() for _ in range(config.points))], config.safety, config.seed)

@@ -12,9 +12,13 @@ from torch import Tensor
 from qupel.core.schedule import Clock, Schedule
 from qupel.paper.convergence.config import Rule
 from qupel.paper.convergence.problem import Problem
-from qupel.paper.diagnostics import NO_BATCH, Gradients, decrease, from_mean, gradients, lambda_p, objective
+from qupel.paper.diagnostics import NO_BATCH, Gradients, decrease, from_mean, gradients, lambda_p, objective, prox_of
 from qupel.paper.theory import Steps, theorem1_steps, theorem2_steps
-from qupel.parts.methods import Local, QuPeL, State
+from qupel.parts.base import State
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.servers.mean import Mean
+from qupel.tasks.task import Problem as Pair
 
 TOLERANCE = 1e-12  # of |F^0|: a larger increase is a violation, a smaller one is rounding in float64
 Tell = Callable[[int], None]
@@ -79,25 +83,28 @@ def run_theorem2(problem: Problem, T: int, tau: int, lambda_p: float, tell: Tell
 
 def _run(problem: Problem, method: Local | QuPeL, steps: Steps, T: int, tell: Tell) -> Measured:
     """T steps of every client, synchronized after every tau of them."""
-    states = [method.start(problem.start(), problem.plan, problem.layout) for _ in problem.losses]
+    states = [method.start(problem.start(), problem.plan, Pair(f, f)) for f in problem.losses]
     w, n = problem.x, len(states)
     F, G2, needed = np.full(T + 1, np.nan), np.empty(T), np.empty(T)
     kappa, slopes, largest = np.zeros((T, n)), np.zeros(2), 0.0
     F[0] = _objective(problem, method, states, w)
     for t in range(T):
         clock = Clock(t, T, T)
-        after = [method.step(s, f, NO_BATCH, clock) for s, f in zip(states, problem.losses, strict=True)]
-        made = zip(states, after, problem.losses, strict=True)
-        G = [gradients(method, before, new, w, f, clock) for before, new, f in made]
+        made = zip(states, problem.losses, strict=True)
+        after = [method.step(s, Pair(f, f), NO_BATCH, clock)[0] for s, f in made]
+        steps_made = zip(states, after, problem.losses, strict=True)
+        G = [gradients(method, before, new, w, f, clock) for before, new, f in steps_made]
         G2[t] = sum(g.total for g in G) / n
         slopes = np.maximum(slopes, _slopes(G))
         needed[t] = sum(decrease(method, a, b, clock) for a, b in zip(states, after, strict=True)) / n
         largest = max(largest, *(float(c.abs().max()) for s in after for c in s.codebook.centers))
         kappa[t] = lambda_p(method, clock) ** 2 * from_mean(np.stack([s.x.numpy() for s in after]))
-        uploads = [u for s in after if (u := method.upload(s)) is not None]
-        w = method.aggregate(w, uploads, [1.0] * n) if uploads else w  # the mean of the w_i, at every step
+        so_far = None
+        for upload in (u for s in after if (u := method.upload(s)) is not None):
+            so_far = Mean().add(so_far, upload, 1.0)
+        w = so_far.mean((w,))[0] if so_far else w  # the mean of the w_i, at every step
         if (t + 1) % steps.tau == 0:
-            after = [method.receive(s, w) for s in after]
+            after = [method.receive(s, (w,)) for s in after]
         states = after
         if isinstance(method, Local) or t + 1 == T:  # Theorem 2 asks for the ends only
             F[t + 1] = _objective(problem, method, states, w)
@@ -110,7 +117,7 @@ def _objective(problem: Problem, method: Local | QuPeL, states: Sequence[State],
     lam = [problem.config.lam] * len(problem.plan)
     tie = lambda_p(method, Clock(0, 1, 1))
     pairs = zip(states, problem.losses, strict=True)
-    return sum(objective(method.quantizer, s.x, s.codebook, f, lam, tie, w) for s, f in pairs) / len(states)
+    return sum(objective(prox_of(method), s.x, s.codebook, f, lam, tie, w) for s, f in pairs) / len(states)
 
 
 def _slopes(G: Sequence[Gradients]) -> np.ndarray:
