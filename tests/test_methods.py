@@ -318,7 +318,7 @@ def test_ditto_by_formula():
     s, (x, c) = method.start(state(), {"q": 3}, QUADRATIC), (X.tolist(), C.tolist())
     a, b = A.tolist(), B.tolist()
     for came in (W.tolist(), (W / 2 - 0.1).tolist()):
-        s = method.receive(s, (torch.tensor(came).double(),))
+        s = method.receive(s, (torch.tensor(came, dtype=torch.float64),))
         w = came
         for _ in range(6):
             s = stepped(method, s)

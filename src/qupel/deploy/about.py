@@ -13,7 +13,7 @@ from qupel.deploy.header import FormatError, shape_of
 class About:
     """Stored as JSON in the file.
 
-    model        a name of `qupel.tasks.zoo.AVAILABLE`; "" for the user's own network
+    model        a name of `qupel.tasks.zoo.networks`; "" for the user's own network
     input_shape  of one input, (C, H, W) for images
     classes      number of outputs
     labels       names of the classes, or ()

@@ -272,15 +272,15 @@ _USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28)}
 
 def _planned(model: str, shape: str | None, classes: int) -> tuple[nn.Module, About | None]:
     from qupel.deploy.file import load
-    from qupel.tasks import zoo as models
+    from qupel.tasks import zoo
 
-    if model not in models.AVAILABLE:
+    if model not in zoo.networks:
         if not Path(model).is_file():
-            raise UserError(f"{model!r} is neither a model ({', '.join(models.AVAILABLE)}) nor a file")
+            raise UserError(f"{model!r} is neither a model ({', '.join(zoo.networks)}) nor a file")
         packed = load(model)
         return packed.model(), packed.about
     try:
         dims = tuple(int(v) for v in shape.split("x")) if shape else _USUAL.get(model, (3, 32, 32))
     except ValueError:
         raise UserError(f"--input {shape!r}: such as 3x32x32") from None
-    return models.build(model, dims, classes, seed=0), None
+    return zoo.build(model, dims, classes, seed=0), None

@@ -19,7 +19,7 @@ from qupel.core.quantize import LEVELS, assign, pick
 from qupel.deploy.about import About
 from qupel.deploy.header import DTYPES, FormatError
 from qupel.deploy.pack import Bytes, Floats, bits_for, decode, pack, unpack
-from qupel.tasks import zoo as models
+from qupel.tasks import zoo
 from qupel.util.errors import UserError
 
 DTYPE_OF = {dtype: name for name, dtype in DTYPES.items()}
@@ -110,15 +110,15 @@ class Packed:
     def empty_model(self) -> nn.Module:
         """The network that the file names, on the meta device: it has shapes, which are checked, and no memory."""
         name = self.about.model
-        if name not in models.AVAILABLE:
-            known = ", ".join(models.AVAILABLE)
+        if name not in zoo.networks:
+            known = ", ".join(zoo.networks)
             what = f"names the model {name!r}" if name else "names no model"
             raise UserError(f"the file {what}; without your nn.Module only these can be built: {known}")
         if not self.about.input_shape or not self.about.classes:
             raise FormatError("the file does not say the input shape and the number of classes")
         try:
             with empty():
-                module = models.build(name, self.about.input_shape, self.about.classes, seed=0)
+                module = zoo.build(name, self.about.input_shape, self.about.classes, seed=0)
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"no {name} can be built for inputs {self.about.input_shape}: {error}") from None
         self.check(module)

@@ -31,7 +31,7 @@ from qupel.parts.methods import methods
 from qupel.parts.phase import Phase, phase_from
 from qupel.parts.servers import servers
 from qupel.run.recipes import Settings, find, recipes
-from qupel.tasks import zoo as models
+from qupel.tasks import zoo
 from qupel.util.errors import UserError
 
 _BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
@@ -194,8 +194,8 @@ class Config(Strict):
 
 
 def check_model(name: str) -> str:
-    if name not in models.AVAILABLE:
-        raise ValueError(f"unknown model {name!r}; allowed: {', '.join(models.AVAILABLE)}")
+    if name not in zoo.networks:
+        raise ValueError(f"unknown model {name!r}; allowed: {', '.join(zoo.networks)}")
     return name
 
 

@@ -45,7 +45,7 @@ from qupel.parts.methods import FedAvg, Local, Phase
 from qupel.run import config as configs
 from qupel.run.config import Config, MethodConfig
 from qupel.run.recipes import RECIPES, Budget
-from qupel.tasks import zoo as models
+from qupel.tasks import zoo
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
 from qupel.util.files import write_json
@@ -111,7 +111,7 @@ def model_name(config: Config, cell: Cell) -> str:
 def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
     if data.classes is None:
         raise UserError(f"{data.name} has no class labels: train on it from Python, with qupel.fit and your own loss")
-    module = models.build(model_name(config, cell), tuple(data.train.inputs.shape[1:]), data.classes, cell.seed)
+    module = zoo.build(model_name(config, cell), tuple(data.train.inputs.shape[1:]), data.classes, cell.seed)
     if config.model.start is not None:
         load(Path(str(config.model.start).format(seed=cell.seed))).into(module)
     return module

@@ -5,15 +5,19 @@ Max-pooling and ReLU commute; pooling first leaves the ReLU a quarter of the wor
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qupel.util.errors import UserError
+from qupel.util.registry import Registry
 
 
 def mlp(inputs: int = 784, hidden: Sequence[int] = (256, 128), classes: int = 10) -> nn.Module:
@@ -136,26 +140,68 @@ def resnet32(channels: int = 3, classes: int = 10) -> nn.Module:
     return _ResNet(5, channels, classes)
 
 
-# name -> (description, builder from the shape of one input (C, H, W) and the number of classes)
-Builder = Callable[[tuple[int, ...], int], nn.Module]
-AVAILABLE: dict[str, tuple[str, Builder]] = {
-    "mlp": ("fully connected 256-128, any input", lambda s, k: mlp(math.prod(s), classes=k)),
-    "digits_cnn": ("4 layers for 8x8 images", lambda s, k: digits_cnn(s[0], k)),
-    "small_cnn": ("compact 5-layer CNN for 28x28 and 32x32 images", lambda s, k: small_cnn(s[0], s[1], k)),
-    "cnn5": ("the paper's 5-layer CNN, 32x32 images, 797,962 parameters", lambda s, k: cnn5(s[0], k)),
-    "resnet20": ("ResNet-20 with BatchNorm, 32x32 images, 269,722 parameters", lambda s, k: resnet20(s[0], k)),
-    "resnet32": ("ResNet-32 with BatchNorm, 32x32 images, 464,154 parameters", lambda s, k: resnet32(s[0], k)),
-}
-_SIZES = {"digits_cnn": (8,), "small_cnn": (28, 32), "cnn5": (32,)}
+# --- by name: a builder takes the shape of one input, the number of classes, or settings of its own ---
+
+networks: Registry[Callable[..., nn.Module]] = Registry("network")
+_SIZES = {"digits_cnn": (8,), "small_cnn": (28, 32), "cnn5": (32,)}  # of images
+_ANY = {"mlp"}  # takes inputs of any shape
+NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def build(name: str, shape: tuple[int, ...], classes: int, seed: int) -> nn.Module:
-    """The named model for inputs of `shape`, initialized from `seed` without touching the global generator."""
-    if name not in AVAILABLE:
-        raise UserError(f"unknown model {name!r}; allowed: {', '.join(AVAILABLE)}")
-    if name != "mlp" and (len(shape) != 3 or shape[1] not in _SIZES.get(name, (shape[1],))):
+@networks.register("mlp", about="fully connected 256-128, any input")
+def _(shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (256, 128)) -> nn.Module:
+    return mlp(math.prod(shape), hidden, classes)
+
+
+@networks.register("digits_cnn", about="4 layers for 8x8 images")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return digits_cnn(shape[0], classes)
+
+
+@networks.register("small_cnn", about="compact 5-layer CNN for 28x28 and 32x32 images")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return small_cnn(shape[0], shape[1], classes)
+
+
+@networks.register("cnn5", about="the paper's 5-layer CNN, 32x32 images, 797,962 parameters")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return cnn5(shape[0], classes)
+
+
+@networks.register("resnet20", about="ResNet-20 with BatchNorm, 32x32 images, 269,722 parameters")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return resnet20(shape[0], classes)
+
+
+@networks.register("resnet32", about="ResNet-32 with BatchNorm, 32x32 images, 464,154 parameters")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return resnet32(shape[0], classes)
+
+
+def build(
+    name: str,
+    shape: tuple[int, ...],
+    classes: int | None,
+    seed: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> nn.Module:
+    """The named network, or "module:Name" of your own, initialized from `seed` without touching the global generator.
+
+    It is called with `settings`, and with `shape` (of one input) and `classes` where it takes them.
+    """
+    builder = networks[name]
+    if name in networks and name not in _ANY and (len(shape) != 3 or shape[1] not in _SIZES.get(name, (shape[1],))):
         sizes = " or ".join(f"{s}x{s}" for s in _SIZES.get(name, ())) or "(channels, height, width)"
         raise UserError(f"model {name!r} takes {sizes} images; this data has inputs of shape {tuple(shape)}")
+    known = inspect.signature(builder).parameters
+    offered = {"shape": tuple(shape), "classes": classes}
+    given = {key: value for key, value in offered.items() if key in known} | dict(settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AVAILABLE[name][1](shape, classes)
+        try:
+            module = builder(**given)
+        except TypeError as e:
+            raise UserError(f"model {name!r} cannot be built with {', '.join(given) or 'no settings'}: {e}") from None
+    if not isinstance(module, nn.Module):
+        raise UserError(f"model {name!r} gives {type(module).__name__}, not a torch.nn.Module")
+    return module
