@@ -3,7 +3,7 @@ holds for every method with every quantizer."""
 
 import math
 import statistics
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -480,6 +480,20 @@ def test_info_names_its_losses_truthfully(method, quantizer, plan):
             assert any(torch.equal(point[1:7], q[1:7]) for q in expected)
         assert all(value in task.points for value in info.more.values())
         s = after
+
+
+@all_methods
+def test_what_is_not_stored_comes_with_every_round(method):
+    """`receive` fills every field that says so, whatever was there before."""
+    s = stepped(method, entered(method))
+    if method.upload(s) is None:
+        return
+    names = [f.name for f in fields(s) if f.metadata.get("received")]
+    assert "w" in names
+    lost = replace(s, **{n: () if isinstance(getattr(s, n), tuple) else torch.full((8,), math.nan) for n in names})
+    rows = method.broadcast(W / 7)
+    pairs = zip(tensors(method.receive(s, rows)), tensors(method.receive(lost, rows)), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_full_precision_is_every_quantizers_empty_plan():

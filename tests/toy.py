@@ -148,9 +148,9 @@ def _variants(first: Any, hints: dict[str, Any]) -> Iterator[Any]:
 
 def _values(hint: Any) -> Iterator[Any]:
     for choice in get_args(hint) if get_origin(hint) in {Union, types.UnionType} else (hint,):
-        kind = getattr(choice, "registry", None)
-        if kind in REGISTRIES:
-            yield from every(REGISTRIES[kind])
+        held = next((r for r in REGISTRIES.values() if r.protocol is not None and r.protocol is choice), None)
+        if held is not None:
+            yield from every(held)
         elif is_dataclass(choice):
             yield from examples(choice)
         elif get_origin(choice) is Literal:

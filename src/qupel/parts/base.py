@@ -12,9 +12,9 @@ shapes are written (..., d).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -42,6 +42,23 @@ class State:
     w: Tensor = field(metadata=RECEIVED)
     codebook: Codebook = field(default_factory=Codebook)
     memory: Memory = ()
+
+
+S = TypeVar("S", bound=State)
+
+
+def combined(states: Sequence[S], join: Callable[[Sequence[Tensor]], Tensor]) -> S:
+    """One state of several of the same form: `join` makes one tensor of theirs, for each tensor of the fields."""
+
+    def one(values: Sequence[Any]) -> Any:
+        first = values[0]
+        if isinstance(first, Tensor):
+            return join(values)
+        if isinstance(first, Codebook):
+            return Codebook(first.slots, one([v.centers for v in values]), one([v.scales for v in values]))
+        return tuple(one(parts) for parts in zip(*values, strict=True))
+
+    return replace(states[0], **{f.name: one([getattr(s, f.name) for s in states]) for f in fields(states[0])})
 
 
 @dataclass(frozen=True)
