@@ -463,8 +463,10 @@ class Planted(Toy):
 @plans
 @all_methods
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=name)
-def test_info_names_its_losses_truthfully(method, quantizer, plan):
+def test_info_names_its_losses_truthfully(method, quantizer, plan, request):
     """`loss` was taken at x, `quantized_loss` at Q(x), before or after the x step; nothing is made up."""
+    if isinstance(method, FedAvg) and isinstance(quantizer, Frozen):
+        request.applymarker(pytest.mark.xfail(strict=True, reason="after `receive` x = w is on no level"))
     method = with_quantizer(method, quantizer)
     s = entered(method, plan)
     for _ in range(3):

@@ -67,7 +67,7 @@ class ClientLoss:
         """The gradient at x (d,)."""
         return self._at(x)[0].clone()
 
-    def value(self, x: Tensor) -> float:
+    def value(self, x: Tensor, batch: Batch | None = None) -> float:
         return self._at(x)[1]
 
     def _at(self, x: Tensor) -> tuple[Tensor, float]:

@@ -13,7 +13,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from qupel.core.layout import Layout, Slot
-from qupel.tasks.task import Batch, Evaluated, Loss, first_bad, for_training, gradients, one_vector
+from qupel.tasks.task import Batch, Evaluated, Loss, Value, first_bad, for_training, gradients, one_vector
 
 
 class StackTask:
@@ -58,6 +58,9 @@ class StackTask:
         x = x.expand(len(inputs), -1)
         with torch.no_grad():
             return self.forward({slot.name: slot.view(x) for slot in self.layout.slots}, inputs)
+
+    def value(self, x: Tensor, batch: Batch) -> Value:
+        return _each(self.loss)(self.outputs(x, batch[0]), batch[1])
 
 
 def _forward(module: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:

@@ -60,6 +60,9 @@ class Task(Protocol):
     def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
         """What the network with weights x says to a batch while it learns (..., b, classes)."""
 
+    def value(self, x: Tensor, batch: Batch) -> Value:
+        """The mean loss over the batch at x."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -107,6 +110,9 @@ class ModuleTask:
         self.values.copy_(x)
         with torch.no_grad():
             return self.module(inputs)
+
+    def value(self, x: Tensor, batch: Batch) -> Value:
+        return float(self.loss(self.outputs(x, batch[0]), batch[1]))
 
 
 def for_training(module: nn.Module) -> nn.Module:

@@ -14,6 +14,8 @@ from qupel.parts.base import Deployed, Info, State
 from qupel.parts.quantizers.base import Descent, descend_at, nearest_levels, quantizers
 from qupel.tasks.task import Batch, Task
 
+LEAST = 1e-8  # step size: a layer of zeros has one, too
+
 
 @quantizers.register("lsq", paper="Esser, McKinstry, Bablani, Appuswamy, Modha, ICLR 2020")
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class LSQ:
     def start(self, before: State, plan: Plan, layout: Layout) -> tuple[Tensor, Codebook]:
         book = start_codebook(layout, before.x, plan, "range")
         means = (2 * layer.of(before.x).abs().mean() / _most(layer.centers) ** 0.5 for layer in book.layers)
-        return before.x, book.with_centers(s * _grid(c) for s, c in zip(means, book.centers, strict=True))
+        pairs = zip(means, book.centers, strict=True)
+        return before.x, book.with_centers(s.clamp(min=LEAST) * _grid(c) for s, c in pairs)
 
     def gradient(self, x: Tensor, codebook: Codebook, task: Task, batch: Batch, clock: Clock) -> Descent:
         if not codebook:
@@ -51,7 +54,7 @@ class LSQ:
         rate, moved = eta1(clock.time), []
         for c, ds in zip(codebook.centers, descent.levels, strict=True):
             s = c[..., -1:] / _most(c)
-            moved.append((s - rate * ds).clamp(min=1e-8) * _grid(c))
+            moved.append((s - rate * ds).clamp(min=LEAST) * _grid(c))
         return y, codebook.with_centers(moved), descent.info
 
     def deployed(self, x: Tensor, codebook: Codebook) -> Deployed:
@@ -60,7 +63,7 @@ class LSQ:
 
 def _most(c: Tensor) -> int:
     """The largest level, in steps."""
-    return max(c.shape[-1] // 2 - 1, 1)
+    return max((c.shape[-1] - 1) // 2, 1)
 
 
 def _grid(c: Tensor) -> Tensor:

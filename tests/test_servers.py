@@ -1,0 +1,209 @@
+"""How uploads become the next w: against numpy, closed forms and hand-made numbers; one upload at a time or all at once."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qupel.parts.base import Upload
+from qupel.parts.servers import Sum, add, servers
+from qupel.parts.servers.fedavgm import FedAvgM
+from qupel.parts.servers.mean import Mean
+from toy import every, name
+
+
+def vectors(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def server_round(server, w, state, uploads, shares):
+    """One round: uploads come one by one, in one buffer that is written over again."""
+    so_far = None
+    for upload, share in zip(uploads, shares, strict=True):
+        lent = Upload(tuple(row.clone() for row in upload.rows), upload.shares)
+        so_far = server.add(so_far, lent, share)
+        for row in lent.rows:
+            row.fill_(torch.nan)
+    return server.finish(w, so_far, state)
+
+
+def mean(rows, shares, w=None):
+    """The server's mean of one row from each client."""
+    w = torch.zeros_like(rows[0]) if w is None else w
+    (found,), state = server_round(Mean(), (w,), (), [Upload((row,)) for row in rows], shares)
+    assert state == ()
+    return found
+
+
+# --- the mean ---
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 1000), st.booleans())
+def test_mean_equals_numpy_in_float64(n, seed, weighted):
+    """One at a time, in client order, is all at once, to the bit."""
+    g = torch.Generator().manual_seed(seed)
+    uploads = [torch.randn(30, generator=g) * 10.0 ** float(torch.randint(-3, 4, (), generator=g)) for _ in range(n)]
+    shares = [float(torch.randint(1, 100, (), generator=g)) if weighted else 1.0 for _ in range(n)]
+    stacked = np.stack([u.numpy().astype(np.float64) * share for u, share in zip(uploads, shares, strict=True)])
+    expected = torch.from_numpy(np.add.reduce(stacked, 0) / sum(shares))
+    got = mean(uploads, shares)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, expected.float(), rtol=1e-7, atol=0)
+    total = torch.zeros(30).double()
+    for u, share in zip(uploads, shares, strict=True):
+        total += u.double() * share
+    assert torch.equal(got, (total / sum(shares)).float())
+
+
+def test_weighted_mean_by_hand():
+    got = mean([torch.tensor([1.0, 0.0]), torch.tensor([4.0, 8.0])], [3.0, 1.0])
+    assert got.tolist() == [1.75, 2.0]
+
+
+def test_the_mean_of_one_upload_is_the_upload():
+    """Whatever its share; float32 survives float64 and the division by a power of two."""
+    row = vectors(100)
+    assert torch.equal(mean([row], [1.0]), row)
+    assert torch.equal(mean([row], [8.0]), row)
+
+
+def test_float64_holds_what_float32_would_lose():
+    assert mean([torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8])], [1.0, 1.0, 1.0]).item() == (
+        torch.tensor(1 / 3).item()
+    )
+
+
+def test_rows_have_shares_of_their_own_and_one_that_nobody_sent_stays():
+    """Three rows, as of a method with three cluster models; clients take part in some of them."""
+    w = tuple(torch.full((2,), float(v)) for v in (10, 20, 30))
+    rows = [tuple(torch.full((2,), float(v)) for v in values) for values in ((1, 2, 3), (5, 7, 9))]
+    uploads = [Upload(rows[0], torch.tensor([1.0, 0.5, 0.0])), Upload(rows[1], torch.tensor([0.0, 0.25, 0.0]))]
+    found, _ = server_round(Mean(), w, (), uploads, [1.0, 4.0])
+    # row 0: only the first client; row 1: weights 1 * 0.5 and 4 * 0.25; row 2: nobody
+    assert found[0].tolist() == [1, 1]
+    assert found[1].tolist() == pytest.approx([(0.5 * 2 + 1.0 * 7) / 1.5] * 2)
+    assert found[2] is w[2]
+
+
+def test_no_shares_are_ones():
+    rows = (vectors(5), vectors(5, seed=1))
+    given_ones = add(None, Upload(rows, torch.ones(2)), 2.5)
+    none = add(None, Upload(rows), 2.5)
+    assert none.weights == given_ones.weights == [2.5, 2.5]
+    assert all(torch.equal(a, b) for a, b in zip(none.rows, given_ones.rows, strict=True))
+
+
+def test_rows_that_do_not_fit_are_refused():
+    so_far = add(None, Upload((vectors(5),)), 1.0)
+    with pytest.raises(ValueError, match="zip"):
+        Sum(so_far.rows, so_far.weights).mean((vectors(5), vectors(5)))
+
+
+# --- momentum ---
+
+
+def rounds(server, targets, w, steps=6):
+    """Clients that pull what they were sent halfway to their targets: (w after each round, what was sent)."""
+    rows, state = (w,), server.start((w,))
+    after, sent = [], []
+    for _ in range(steps):
+        out = server.send(rows, state)
+        uploads = [Upload((out[0] + 0.5 * (t - out[0]),)) for t in targets]
+        rows, state = server_round(server, rows, state, uploads, [1.0] * len(targets))
+        after.append(rows[0])
+        sent.append(out[0])
+    return after, sent
+
+
+TARGETS = list(vectors(4, 6, seed=5, dtype=torch.float64))
+
+
+def halfway(v):
+    """The mean of what clients make of v."""
+    return v + 0.5 * (sum(TARGETS) / len(TARGETS) - v)
+
+
+@pytest.mark.parametrize(("beta", "rate"), [(0.9, 1.0), (0.5, 0.7), (0.0, 0.3)])
+def test_fedavgm_by_formula(beta, rate):
+    w = vectors(6, dtype=torch.float64)
+    after, sent = rounds(FedAvgM(beta, rate), TARGETS, w)
+    v = torch.zeros(6).double()
+    for got, out in zip(after, sent, strict=True):
+        torch.testing.assert_close(out, w, rtol=1e-12, atol=1e-12)
+        v = beta * v + (halfway(w) - w)
+        w = w + rate * v
+        torch.testing.assert_close(got, w, rtol=1e-12, atol=1e-12)
+
+
+def test_nesterov_momentum_is_the_closed_form():
+    """Broadcast W = w_t + beta (w_t - w_{t-1});  w_{t+1} = mean of what the clients make of W."""
+    beta, w = 0.8, vectors(6, dtype=torch.float64)
+    after, sent = rounds(FedAvgM(beta, nesterov=True), TARGETS, w)
+    before = w
+    for got, out in zip(after, sent, strict=True):
+        ahead = w + beta * (w - before)
+        torch.testing.assert_close(out, ahead, rtol=1e-12, atol=1e-12)
+        before, w = w, halfway(ahead)
+        torch.testing.assert_close(got, w, rtol=1e-12, atol=1e-12)
+    assert (sent[2] - after[1]).abs().max() > 1e-3  # it did look ahead
+
+
+def test_nesterov_with_a_rate():
+    """v <- beta v + (mean - W),  w <- w + rate v  at  W = w + beta v."""
+    beta, rate, w = 0.8, 0.6, vectors(6, dtype=torch.float64)
+    after, _ = rounds(FedAvgM(beta, rate, nesterov=True), TARGETS, w)
+    v = torch.zeros(6).double()
+    for got in after:
+        ahead = w + beta * v
+        v = beta * v + (halfway(ahead) - ahead)
+        w = w + rate * v
+        torch.testing.assert_close(got, w, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_no_momentum_is_the_mean(nesterov):
+    w = vectors(6, dtype=torch.float64)
+    plain, _ = rounds(Mean(), TARGETS, w)
+    still, _ = rounds(FedAvgM(0.0, 1.0, nesterov), TARGETS, w)
+    for a, b in zip(plain, still, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_row_nobody_sent_rolls_on_with_its_momentum():
+    """mean - w = 0 for it:  v <- beta v,  w <- w + rate v."""
+    w, v = (vectors(3), vectors(3, seed=1)), (vectors(3, seed=2), vectors(3, seed=3))
+    upload = Upload((vectors(3, seed=4), vectors(3, seed=5)), torch.tensor([1.0, 0.0]))
+    found, state = server_round(FedAvgM(0.5, 0.8), w, v, [upload], [2.0])
+    torch.testing.assert_close(state[1], 0.5 * v[1])
+    torch.testing.assert_close(found[1], w[1] + 0.8 * 0.5 * v[1])
+    torch.testing.assert_close(state[0], 0.5 * v[0] + (upload.rows[0] - w[0]))
+
+
+# --- every server ---
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("server", every(servers), ids=name)
+def test_every_server_keeps_what_it_was_given(server, rows):
+    """w, its state and the uploads are not written into; what comes out is of the same shapes and types."""
+    w = tuple(vectors(7, seed=k) for k in range(rows))
+    state = server.start(w)
+    for step in range(3):
+        uploads = [Upload(tuple(vectors(7, seed=10 * step + k + i) for i in range(rows))) for k in range(3)]
+        held = [*w, *state]
+        copies = [t.clone() for t in held]
+        sent = server.send(w, state)
+        new, after = server_round(server, w, state, uploads, [1.0, 2.0, 3.0])
+        assert all(torch.equal(a, b) for a, b in zip(held, copies, strict=True))
+        assert [(r.shape, r.dtype) for r in (*new, *sent)] == [(r.shape, r.dtype) for r in (*w, *w)]
+        assert [(t.shape, t.dtype) for t in after] == [(t.shape, t.dtype) for t in state]
+        assert all(bool(torch.isfinite(t).all()) for t in (*new, *after))
+        w, state = new, after
+
+
+@pytest.mark.parametrize("server", every(servers), ids=name)
+def test_every_server_starts_out_sending_w(server):
+    w = (vectors(7),)
+    assert all(torch.equal(a, b) for a, b in zip(server.send(w, server.start(w)), w, strict=True))
