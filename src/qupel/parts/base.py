@@ -28,14 +28,14 @@ RECEIVED = {"received": True}  # of a field that `receive` fills at the start of
 
 def received() -> Any:
     """A field of a state that comes anew with every round."""
-    return field(kw_only=True, metadata=RECEIVED)
+    return field(metadata=RECEIVED)
 
 
 @dataclass(frozen=True)
 class State:
     """Everything a client keeps: its own model x (..., d_i), its copy w (..., d) of the global one, the levels of x,
-    the optimizer's memory. A method that needs more extends it with fields that are tensors, codebooks or tuples of
-    tensors; stores, stacks and checkpoints walk the fields. What `received` makes comes anew with every round and is
+    the optimizer's memory. A method that needs more extends it, `kw_only`, with fields that are tensors, codebooks or
+    tuples of tensors; stores, stacks and checkpoints walk the fields. What `received` makes comes anew with every round and is
     not stored: w, or what stands for it."""
 
     x: Tensor

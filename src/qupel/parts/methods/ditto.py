@@ -17,7 +17,7 @@ from qupel.parts.quantizers.prox import Prox
 from qupel.tasks.task import Batch, Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DittoState(State):
     """anchor: the w that came, which x is pulled to while w moves on (..., d)."""
 

@@ -18,7 +18,7 @@ from qupel.parts.quantizers.none import NoQuantizer
 from qupel.tasks.task import Batch, Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterState(State):
     """choice: which of the models is this client's (..., 1), counted from 0; models: all of them; begun: 0 at the first
     step of a round, when it chooses (..., 1)."""
@@ -31,7 +31,7 @@ class ClusterState(State):
 @methods.register("ifca", paper="Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020")
 @dataclass(frozen=True)
 class IFCA:
-    """k = argmin_j f_i(w_j) on the round's first batch;  tau steps from w_k;  w_j = mean over the clients that chose it.
+    """k = argmin_j f_i(w_j) on the round's first batch;  tau steps from w_k;  w_j = mean over the clients that chose j.
 
     The models start at the first one, all but one of them with noise of `spread` times the deviation of its weights.
     """
@@ -53,7 +53,7 @@ class IFCA:
     def start(self, before: State, plan: Plan, problem: Problem) -> ClusterState:
         x, codebook = self.quantizer.start(replace(before, x=before.w), plan, problem.own.layout)
         first = x.new_zeros(*x.shape[:-1], 1)
-        return ClusterState(x, before.w, codebook, self.optimizer.memory(x), first, models=(x,), begun=first)
+        return ClusterState(x, before.w, codebook, self.optimizer.memory(x), choice=first, models=(x,), begun=first)
 
     def receive(self, state: ClusterState, w: Rows) -> ClusterState:
         begun = torch.zeros_like(state.choice)

@@ -21,8 +21,8 @@ from qupel.tasks.task import Batch, Problem
 class PFedMe(OneRow):
     """x ~ argmin f_i(x) + (lambda_p/2) |x - w_i|^2 by `inner` steps from w_i;  w_i <- w_i - rate (w_i - x).
 
-    The inner steps see one batch. rate stands for eta lambda_p of the paper. Its server's (1 - beta) w + beta mean is `fedavgm` with momentum 0 and
-    rate beta. What ships is x, never w.
+    The inner steps see one batch; rate stands for eta lambda_p of the paper. Its server's (1 - beta) w + beta mean is
+    `fedavgm` with momentum 0 and rate beta. What ships is x, never w.
     """
 
     eta1: Schedule = Schedule(0.1)

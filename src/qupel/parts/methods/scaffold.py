@@ -18,7 +18,7 @@ from qupel.parts.quantizers.none import NoQuantizer
 from qupel.tasks.task import Batch, Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScaffoldState(State):
     """next_control: c_i after this round's steps; control: c_i at its start; shared: the server's c; all (..., d).
     travelled: the sum of the round's step sizes (..., 1)."""
@@ -49,7 +49,7 @@ class Scaffold:
         x, codebook = self.quantizer.start(replace(before, x=before.w), plan, problem.own.layout)
         zero = torch.zeros_like(x)
         nothing = x.new_zeros(*x.shape[:-1], 1)
-        return ScaffoldState(x, before.w, codebook, (), zero, control=zero, shared=zero, travelled=nothing)
+        return ScaffoldState(x, before.w, codebook, next_control=zero, control=zero, shared=zero, travelled=nothing)
 
     def receive(self, state: ScaffoldState, w: Rows) -> ScaffoldState:
         nothing = state.x.new_zeros(*state.x.shape[:-1], 1)
