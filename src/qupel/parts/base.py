@@ -35,8 +35,8 @@ def received() -> Any:
 class State:
     """Everything a client keeps: its own model x (..., d_i), its copy w (..., d) of the global one, the levels of x,
     the optimizer's memory. A method that needs more extends it, `kw_only`, with fields that are tensors, codebooks or
-    tuples of tensors; stores, stacks and checkpoints walk the fields. What `received` makes comes anew with every round and is
-    not stored: w, or what stands for it."""
+    tuples of tensors; stores, stacks and checkpoints walk the fields. What is marked `received`, as w is, comes anew
+    with every round and is not stored."""
 
     x: Tensor
     w: Tensor = field(metadata=RECEIVED)

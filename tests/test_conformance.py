@@ -1,0 +1,175 @@
+"""One table for all parts: every registered method x quantizer, server and codec on a tiny federation. Nothing here
+names a part: a new file in `qupel.parts` is tested by being there."""
+
+import itertools
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from qupel.core.codebook import Codebook
+from qupel.core.schedule import Schedule
+from qupel.deploy.file import load, save
+from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.inline import Inline
+from qupel.engine.rounds import Stopped, check_trainable, run
+from qupel.engine.workers import Pool, Workers
+from qupel.parts.base import Deployed
+from qupel.parts.codecs import codecs
+from qupel.parts.codecs.base import decode_rows, encode_rows
+from qupel.parts.methods import methods
+from qupel.parts.methods.base import any_network
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers import quantizers
+from qupel.parts.servers import servers
+from qupel.tasks.judge import Judge
+from qupel.util.errors import UserError
+from tiny import blobs, final_models, make_job, mlp, run_inline, same, timeless, wide_mlp
+
+PAIRS = list(itertools.product(methods, quantizers))
+WIDTHS = (1, 2, 32)
+
+
+def has(cls, name):
+    return name in {f.name for f in fields(cls)}
+
+
+def compose(method, quantizer="prox", server="mean", rounds=5):
+    """FedAvg's first two rounds and quantized ones at each client alone, so that every part begins with levels; then
+    the parts in question."""
+    cls = methods[method]
+    given = {"quantizer": quantizers[quantizer]()} if has(cls, "quantizer") else {}
+    warm = Phase(methods["local"](quantizer=quantizers["prox"]()), 2)
+    return [warm, Phase(cls(eta1=Schedule(0.1), **given), rounds, servers[server]())]
+
+
+def job_of(method, quantizer="prox", server="mean", **settings):
+    return make_job(compose(method, quantizer, server), sizes=(12, 12, 12, 12), bits=WIDTHS, **settings)
+
+
+@pytest.mark.parametrize(("method", "quantizer"), PAIRS)
+def test_it_learns(method, quantizer):
+    job = make_job(compose(method, quantizer, rounds=30), sizes=(40, 40, 40), bits=WIDTHS, local_steps=5, batch=10)
+    finished, _ = run_inline(job)
+    first, last = (line["test_loss"] for line in (finished.lines[1], finished.lines[-1]))
+    assert np.isfinite(last)
+    assert last < first
+
+
+@pytest.mark.parametrize("method", methods)
+@pytest.mark.parametrize("server", servers)
+def test_every_server_takes_every_method(method, server):
+    job = make_job(compose(method, "none", server, rounds=30), sizes=(40, 40, 40), bits=(32,), local_steps=5, batch=10)
+    finished, _ = run_inline(job)
+    assert np.isfinite(finished.lines[-1]["test_loss"])
+    assert finished.lines[-1]["test_loss"] < finished.lines[1]["test_loss"]
+
+
+@pytest.mark.parametrize("method", methods)
+def test_what_is_judged_is_what_is_deployed(method):
+    """A planted vector: whatever else a state holds, it is what is scored, and what is shipped."""
+    planted = torch.linspace(-1, 1, sum(p.numel() for p in mlp().parameters()))
+    job = job_of(method)
+    cls = type(
+        "Planted", (type(job.phases[-1].method),), {"deployed": lambda self, state: Deployed(planted, Codebook())}
+    )
+    last = job.phases[-1]
+    values = {f.name: getattr(last.method, f.name) for f in fields(last.method)}
+    job = replace(job, phases=[job.phases[0], replace(last, method=cls(**values))])
+    with Inline(job) as engine:
+        finished = run(job, engine)
+        for client, part in enumerate(job.parts):
+            rows = torch.as_tensor(part.test_rows)
+            data = job.data.test.inputs[rows], job.data.test.targets[rows]
+            expected = Judge(mlp(), job.loss).score(planted, (), [data])
+            assert finished.lines[-1]["clients"]["test"][client] == expected.accuracy
+            assert torch.equal(engine.deployed(job.rounds - 1, finished.w, client).x, planted)
+
+
+@pytest.mark.parametrize(("method", "quantizer"), PAIRS)
+def test_a_stack_equals_the_loop(method, quantizer):
+    job = job_of(method, quantizer)
+    (one, models), (many, others) = (run_inline(replace(job, stacked=stacked)) for stacked in (False, True))
+    for a, b in zip(models, others, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    for a, b in zip(one.w, many.w, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_two_workers_equal_one():
+    with Pool(2) as pool:
+        for method, quantizer in PAIRS:
+            job = job_of(method, quantizer)
+            finished, models = run_inline(job)
+            engine = Workers(pool, job)
+            other = run(job, engine)
+            assert same(models, final_models(job, engine, other.w)), (method, quantizer)
+            assert same(finished.w, other.w), (method, quantizer)
+            assert timeless(finished.lines) == timeless(other.lines), (method, quantizer)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize(("method", "quantizer"), PAIRS)
+def test_killed_and_resumed_equals_undisturbed(tmp_path, method, quantizer, store):
+    """Stopped after every round in turn, each time begun again from the folder alone."""
+    job = replace(job_of(method, quantizer, "fedavgm"), checkpoint_every=1)
+    finished, models = run_inline(job)
+    for _ in range(job.rounds):
+        with Inline(job, store=store) as engine:
+            try:
+                again = run(job, engine, checkpoints=Checkpoints(tmp_path, "same"), should_stop=lambda: True)
+            except Stopped:
+                continue
+            assert same(models, final_models(job, engine, again.w))
+    assert same(finished.w, again.w)
+    assert timeless(finished.lines) == timeless(again.lines)
+
+
+@pytest.mark.parametrize("method", methods)
+def test_unequal_networks_are_accepted_or_refused_with_a_reason(method):
+    job = make_job(compose(method)[1:], networks={"wide": wide_mlp()}, network=["", "wide", "", "wide"])
+    if not any_network(job.phases[0].method):
+        with pytest.raises(UserError, match=f"{method} ties .* client 1 has another network"):
+            check_trainable(job)
+        return
+    check_trainable(job)
+    finished, models = run_inline(job)
+    assert len({len(m) for m in models}) > 1
+    assert np.isfinite(finished.lines[-1]["test_loss"])
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize(("method", "quantizer"), PAIRS)
+def test_the_exported_file_gives_the_same_outputs(tmp_path, method, quantizer, channels):
+    job = job_of(method, quantizer, channels=channels)
+    judge, inputs = Judge(job.module, job.loss), job.data.test.inputs
+    with Inline(job) as engine:
+        finished = run(job, engine)
+        for client in range(len(job.parts)):
+            model = engine.deployed(job.rounds - 1, finished.w, client)
+            module = judge.load(model.x, job.calibration(client))
+            save(tmp_path / "model.safetensors", module, model.codebook)
+            again = load(tmp_path / "model.safetensors").into(mlp(seed=5)).eval()
+            with torch.no_grad():
+                assert torch.equal(again(inputs), module(inputs)), client
+
+
+@pytest.mark.parametrize("codec", codecs)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_every_codec_carries_rows(codec, rows):
+    rng, part = np.random.default_rng(0), codecs[codec]()
+    sent = tuple(torch.from_numpy(rng.normal(size=700).astype(np.float32)) for _ in range(rows))
+    upload = tuple(w + 0.01 * torch.from_numpy(rng.normal(size=700).astype(np.float32)) for w in sent)
+    payload, left = encode_rows(part, upload, sent, (), rng)
+    assert len(payload) == rows * part.size(700)
+    for got, row in zip(decode_rows(part, payload, sent), upload, strict=True):
+        torch.testing.assert_close(got, row, rtol=0, atol=1e-3)
+    for got, row, lost in zip(decode_rows(part, payload, sent), upload, left, strict=False):
+        torch.testing.assert_close(got + lost, row, rtol=0, atol=1e-6)
+
+
+def test_a_client_with_one_sample_takes_part():
+    data = blobs((1, 12, 12))
+    finished, _ = run_inline(make_job(compose("qupel"), data=data, bits=(2,)))
+    assert np.isfinite(finished.lines[-1]["test_loss"])
