@@ -2,16 +2,16 @@
 
 A record is a client's phase and its tensors x, centers, optimizer memory as one row of float32. w is not stored: a
 client receives it at the start of every round. A snapshot (part of a checkpoint) is `<name>.bin`, the rows one after
-the other, with `<name>.json`, which says what they are; nothing is pickled.
+the other, with `<name>.json`, which says what they are, each with its CRC; nothing is pickled.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import tempfile
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qupel.algorithms.base import State
 from qupel.codebook import Codebook
+from qupel.files import Damaged, read_json, write_sealed
 from qupel.flat import Layout
 
 
@@ -62,6 +63,9 @@ class Store(Protocol):
     def rows(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:
         """All records, for a snapshot."""
 
+    def clear(self) -> None:
+        """Forget all records."""
+
 
 class MemoryStore:
     """Rows in memory, each in pages of its own: tensors kept among the temporaries of training would leave holes."""
@@ -92,6 +96,9 @@ class MemoryStore:
     def rows(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:
         for client, (shape, pages) in sorted(self.pages.items()):
             yield client, shape, [self._row(shape, pages)]
+
+    def clear(self) -> None:
+        self.pages.clear()
 
 
 class DiskStore:
@@ -134,6 +141,10 @@ class DiskStore:
         for client, (shape, offset, _) in sorted(self.shapes.items()):
             yield client, shape, [self._read(shape, offset)]
 
+    def clear(self) -> None:
+        self.shapes.clear()
+        self.end = 0
+
 
 def snapshot(store: Store, folder: Path, name: str) -> None:
     """Write all records of a store to <folder>/<name>.bin and .json, flushed to disk."""
@@ -145,20 +156,21 @@ def write_rows(rows: Iterable[tuple[int, Shape, Iterable[Tensor]]], folder: Path
     index: dict[str, Any] = {}
     with (folder / f"{name}.bin").open("wb") as file:
         for client, shape, tensors in rows:
+            offset, crc = file.tell(), 0
+            for tensor in tensors:
+                data = tensor.contiguous().numpy().data
+                crc = zlib.crc32(data, crc)
+                file.write(data)
             index[str(client)] = {
-                "offset": file.tell(),
+                "offset": offset,
                 "phase": shape.phase,
                 "centers": shape.centers,
                 "memory": list(shape.memory),
+                "crc": crc,
             }
-            for tensor in tensors:
-                file.write(tensor.contiguous().numpy().data)
         file.flush()
         os.fsync(file.fileno())
-    with (folder / f"{name}.json").open("w") as out:
-        json.dump(index, out)
-        out.flush()
-        os.fsync(out.fileno())
+    write_sealed(folder / f"{name}.json", {"rows": index})
 
 
 def restore(folder: Path, clients: Iterable[int], store: Store, layout: Layout) -> None:
@@ -167,18 +179,24 @@ def restore(folder: Path, clients: Iterable[int], store: Store, layout: Layout) 
         store.put(client, shape.phase, unflatten(row, shape, layout, row[: layout.size]))
 
 
-def read_rows(folder: Path, clients: Iterable[int], layout: Layout) -> Iterator[tuple[int, Shape, Tensor]]:
-    """(client, shape, row) of these clients' records."""
-    wanted = set(clients)
+def read_rows(folder: Path, clients: Iterable[int] | None, layout: Layout) -> Iterator[tuple[int, Shape, Tensor]]:
+    """(client, shape, row) of these clients' records (None: of all). Raises `Damaged` at the first that is not what was
+    written."""
+    wanted = None if clients is None else set(clients)
     for listing in sorted(folder.glob("*.json")):
+        records = read_json(listing).get("rows")
+        if records is None:
+            continue  # another file of the folder
         data = listing.with_suffix(".bin")
-        if not data.exists():
-            continue
+        if not data.is_file():
+            raise Damaged(f"{data} is missing")
         with data.open("rb") as file:
-            for key, record in json.loads(listing.read_text()).items():
-                if int(key) not in wanted:
+            for key, record in records.items():
+                if wanted is not None and int(key) not in wanted:
                     continue
                 shape = Shape(record["phase"], record["centers"], tuple(record["memory"]))
                 file.seek(record["offset"])
-                row = torch.frombuffer(bytearray(file.read(4 * shape.size(layout))), dtype=torch.float32)
-                yield int(key), shape, row
+                row = bytearray(file.read(4 * shape.size(layout)))
+                if len(row) != 4 * shape.size(layout) or zlib.crc32(row) != record["crc"]:
+                    raise Damaged(f"{data} is damaged: the checksum of client {key} is wrong")
+                yield int(key), shape, torch.frombuffer(row, dtype=torch.float32)
