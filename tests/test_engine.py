@@ -451,7 +451,8 @@ def test_a_worker_that_is_killed_is_reported_with_its_clients_and_the_run_resume
 
         with pytest.raises(WorkerDied, match=r"worker 1 died \(exit code -9\) with B, D$"):
             run(job, engine, checkpoints=Checkpoints(tmp_path, "f"), watch=kill)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["round-000004"]
+    kept = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["round-000002", "round-000003", "round-000004"]
     engine = Workers(pools[1], job)  # and with another number of workers
     finished = run(job, engine, checkpoints=Checkpoints(tmp_path, "f"))
     others = final_models(job, engine, finished.w)
@@ -473,7 +474,7 @@ def test_a_run_stopped_after_any_round_goes_on_to_the_same_end(tmp_path, stop, e
     with Inline(job) as engine, pytest.raises(Stopped, match=f"after round {stop} of 8"):
         run(job, engine, checkpoints=checkpoints, watch=lambda p: rounds.append(p.round),
             should_stop=lambda: len(rounds) == stop - 1)  # fmt: skip
-    assert checkpoints.load(len(whole.w))[0] == stop
+    assert checkpoints.load(Layout.of(job.module))[0] == stop
     with Inline(job) as engine:
         finished = run(job, engine, checkpoints=checkpoints)
         others = final_models(job, engine, finished.w)

@@ -37,7 +37,6 @@ from toy import (
     A,
     B,
     C,
-    Toy,
     W,
     X,
     close,

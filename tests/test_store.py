@@ -5,11 +5,12 @@ import os
 
 import pytest
 import torch
+from torch import nn
 
 from qupel.core.codebook import Codebook
 from qupel.core.layout import Layout
 from qupel.engine.checkpoint import Checkpoints, Since
-from qupel.engine.store import DiskStore, MemoryStore, restore, snapshot
+from qupel.engine.store import DiskStore, MemoryStore, restore, snapshot, write_rows
 from qupel.parts.methods import State
 from qupel.util.errors import UserError
 from tiny import make_job, mlp, recipe, run_inline, same, timeless
@@ -116,7 +117,7 @@ def test_disk_and_memory_give_the_same_run(tmp_path):
 
 
 def nothing(folder):
-    (folder / "shard-0.json").write_text("{}")
+    write_rows([], folder, "shard-0")
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path):
@@ -131,13 +132,13 @@ def test_a_checkpoint_is_complete_or_absent(tmp_path):
     with pytest.raises(OSError, match="No space"):
         checkpoints.save(6, W + 1, Since(), fail)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["round-000003"]
-    rounds, w, since, folder = checkpoints.load(len(W))
+    rounds, w, since, folder, *_ = checkpoints.load(LAYOUT)
     assert (rounds, folder.name) == (3, "round-000003")
     assert since == Since([0.5], ["client 1: bad"])
     assert torch.equal(w, W)
     checkpoints.save(6, W + 1, Since(), nothing)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["round-000006"]
-    assert torch.equal(checkpoints.load(len(W))[1], W + 1)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round-000003", "round-000006"]
+    assert torch.equal(checkpoints.load(LAYOUT)[1], W + 1)
 
 
 def test_what_a_killed_run_left_is_ignored_and_cleared(tmp_path):
@@ -146,27 +147,42 @@ def test_what_a_killed_run_left_is_ignored_and_cleared(tmp_path):
     half = tmp_path / "checkpoints" / ".round-000004.999"
     half.mkdir()
     (half / "w.bin").write_bytes(b"123")
-    assert checkpoints.load(len(W))[0] == 2
+    assert checkpoints.load(LAYOUT)[0] == 2
     checkpoints.save(4, W, Since(), nothing)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["round-000004"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round-000002", "round-000004"]
+
+
+def test_the_last_few_checkpoints_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, "f", keep=2)
+    for rounds in (2, 4, 6):
+        checkpoints.save(rounds, W, Since(), nothing)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round-000004", "round-000006"]
+    assert checkpoints.load(LAYOUT).rounds == 6
+    assert checkpoints.load(LAYOUT, before=6).rounds == 4
+    assert checkpoints.load(LAYOUT, before=4) is None
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
     Checkpoints(tmp_path, "a").save(2, W, Since(), nothing)
     with pytest.raises(UserError, match="other settings"):
-        Checkpoints(tmp_path, "b").load(len(W))
+        Checkpoints(tmp_path, "b").load(LAYOUT)
     with pytest.raises(UserError, match=f"{len(W)} parameters"):
-        Checkpoints(tmp_path, "a").load(5)
-    assert Checkpoints(tmp_path / "none", "a").load(5) is None
+        Checkpoints(tmp_path, "a").load(Layout.of(nn.Linear(2, 2)))
+    assert Checkpoints(tmp_path / "none", "a").load(LAYOUT) is None
 
 
 def test_log_lines_of_rounds_that_run_again_are_dropped(tmp_path):
     checkpoints = Checkpoints(tmp_path, "f")
-    assert checkpoints.lines(0, [{"round": 1}]) == [{"round": 1}]  # a new log begins with what came before
-    for r in (2, 3, 4):
+    assert checkpoints.lines(None, [{"round": 1}]) == [{"round": 1}]  # a new log begins with what came before
+    for r in (2, 3):
         checkpoints.append({"round": r})
+    checkpoints.save(3, W, Since(), nothing)
+    checkpoints.append({"round": 4})
     with checkpoints.log.open("a") as file:
         file.write('{"round": 5, "te')  # cut short by a crash
-    assert checkpoints.lines(3, [{"round": 99}]) == [{"round": 1}, {"round": 2}, {"round": 3}]
-    checkpoints.append({"round": 4})
-    assert checkpoints.log.read_text() == '{"round": 1}\n{"round": 2}\n{"round": 3}\n{"round": 4}\n'
+    again = Checkpoints(tmp_path, "f")
+    assert again.lines(again.load(LAYOUT), [{"round": 99}]) == [{"round": 1}, {"round": 2}, {"round": 3}]
+    again.append({"round": 4})
+    assert again.log.read_text() == '{"round": 1}\n{"round": 2}\n{"round": 3}\n{"round": 4}\n'
+    again.save(4, W, Since(), nothing)
+    assert Checkpoints(tmp_path, "f").load(LAYOUT).rounds == 4

@@ -1,27 +1,44 @@
 """Checkpoints of a run: a folder per checkpoint, complete or absent, and a log of metrics that fits it.
 
-checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint, what the next line of metrics needs
+checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint, what the next line of metrics needs, what the
+                                        guard knows; checksums of the other files and of the log so far
                             w.bin       the server's model, float32
                             shard-*.bin, shard-*.json   the clients' states (`store`)
 metrics.jsonl               one line per evaluated round
+
+The newest few are kept: where one is damaged, the run goes on from the one before it, to the same end.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.util.errors import UserError
-from qupel.util.files import new_folder, write_atomic, write_json
+from qupel.core.layout import Layout
+from qupel.engine.store import read_rows
+from qupel.util.errors import UserError, warn
+from qupel.util.files import (
+    Damaged,
+    check_files,
+    checksums,
+    new_folder,
+    read_json,
+    write_atomic,
+    write_sealed,
+)
+
+KEEP = 3
+META = "meta.json"
 
 
 @dataclass(frozen=True)
@@ -30,69 +47,143 @@ class Since:
 
     losses: list[float] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    rolled_back: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is sound. `folder` has the clients' states; the log had `logged` bytes."""
+
+    rounds: int
+    w: Tensor
+    since: Since
+    folder: Path
+    guard: dict[str, Any] | None
+    logged: int
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, fingerprint: str) -> None:
+    def __init__(self, folder: Path, fingerprint: str, keep: int = KEEP) -> None:
         self.folder = folder / "checkpoints"
         self.log = folder / "metrics.jsonl"
         self.fingerprint = fingerprint
+        self.keep = keep
+        self.logged, self.digest = 0, hashlib.sha256()  # of the log as this process has written it
 
-    def save(self, rounds: int, w: Tensor, since: Since, save_states: Callable[[Path], None]) -> None:
-        """Write the checkpoint after `rounds` rounds; older ones go when it is complete."""
+    def save(
+        self,
+        rounds: int,
+        w: Tensor,
+        since: Since,
+        save_states: Callable[[Path], None],
+        guard: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the checkpoint after `rounds` rounds; when it is complete, those older than the last few go."""
         final = self.folder / f"round-{rounds:06d}"
         if final.exists():
             return
         with new_folder(final) as folder:
             save_states(folder)
             write_atomic(folder / "w.bin", w.cpu().numpy().tobytes())
-            meta = {"rounds": rounds, "fingerprint": self.fingerprint, **asdict(since)}
-            write_json(folder / "meta.json", meta)
-        for other in self.folder.iterdir():
-            if other != final:
-                shutil.rmtree(other, ignore_errors=True)
+            names = sorted(p.name for p in folder.iterdir())
+            meta = {"rounds": rounds, "fingerprint": self.fingerprint, **asdict(since), "guard": guard}
+            meta["log"] = [self.logged, self.digest.hexdigest()]
+            meta["sizes"] = {name: (folder / name).stat().st_size for name in names}
+            # rows have their own checksums, in the listings
+            meta["files"] = checksums(folder, [n for n in names if n == "w.bin" or n.endswith(".json")])
+            write_sealed(folder / META, meta)
+        for other in {*self.folder.iterdir()} - {*self._all()[: self.keep]}:
+            _remove(other)
+
+    def _all(self) -> list[Path]:
+        """Newest first."""
+        return sorted(self.folder.glob("round-*"), reverse=True) if self.folder.exists() else []
 
     def newest(self) -> Path | None:
-        found = sorted(self.folder.glob("round-*")) if self.folder.exists() else []
-        return found[-1] if found else None
+        return next(iter(self._all()), None)
 
-    def load(self, size: int) -> tuple[int, Tensor, Since, Path] | None:
-        """(rounds done, w, since, folder with the states) of the newest checkpoint, None if there is none."""
-        folder = self.newest()
-        if folder is None:
-            return None
-        meta = json.loads((folder / "meta.json").read_text())
-        if meta["fingerprint"] != self.fingerprint:
-            raise UserError(f"{folder} was made by a run with other settings; give another --out, or the same settings")
-        w = torch.from_numpy(np.fromfile(folder / "w.bin", dtype=np.float32))
-        if len(w) != size:
-            raise UserError(f"{folder} holds a model of {len(w)} parameters, this one has {size}")
-        return meta["rounds"], w, Since(meta.get("losses", []), meta.get("refused", [])), folder
+    def load(self, layout: Layout, before: int | None = None) -> Saved | None:
+        """The newest checkpoint that is sound (of those made before a round), None if there is none at all. Damaged ones
+        that are newer are told of and go."""
+        damaged: list[tuple[Path, Damaged]] = []
+        log = self.log.read_bytes() if self.log.is_file() else b""
+        for folder in self._all():
+            if before is not None and folder.name >= f"round-{before:06d}":
+                continue
+            try:
+                saved = self._read(folder, layout, log)
+            except Damaged as e:
+                damaged.append((folder, e))
+                continue
+            for other, e in damaged:
+                warn(f"{e}; going on from {folder.name}")
+                _remove(other)
+            return saved
+        if damaged:
+            raise Damaged(f"{damaged[0][1]}; no older checkpoint is sound: remove {self.folder} to begin it again")
+        return None
+
+    def _read(self, folder: Path, layout: Layout, log: bytes) -> Saved:
+        try:
+            meta = read_json(folder / META, sealed=True)
+            if folder.name != f"round-{meta['rounds']:06d}":
+                raise Damaged(f"{folder} is damaged: it holds round {meta['rounds']}")
+            if meta["fingerprint"] != self.fingerprint:
+                raise UserError(
+                    f"{folder} was made by a run with other settings; give another --out, or the same settings"
+                )
+            sizes = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != META}
+            wrong = [name for name, size in meta["sizes"].items() if sizes.get(name) != size]
+            if wrong or len(sizes) != len(meta["sizes"]):
+                raise Damaged(f"{folder} is damaged: {', '.join(wrong) or 'it holds files of others'}")
+            check_files(folder, meta["files"])
+            w = torch.from_numpy(np.fromfile(folder / "w.bin", dtype=np.float32))
+            if len(w) != layout.size:
+                raise UserError(f"{folder} holds a model of {len(w)} parameters, this one has {layout.size}")
+            for _ in read_rows(folder, None, layout):
+                pass
+        except OSError as e:
+            raise Damaged(f"{e.filename or folder} cannot be read: {e.strerror}") from None
+        logged, digest = meta["log"]
+        if hashlib.sha256(log[:logged]).hexdigest() != digest:
+            raise Damaged(f"{self.log} is damaged: its lines are not those of {folder.name}")
+        since = Since(meta["losses"], meta["refused"], meta["rolled_back"])
+        return Saved(meta["rounds"], w, since, folder, meta["guard"], logged)
 
     def append(self, line: dict[str, Any]) -> None:
-        with self.log.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        text = (json.dumps(line) + "\n").encode()
+        with self.log.open("ab") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
+        self._wrote(text)
 
-    def lines(self, rounds: int, before: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The metrics of the first `rounds` rounds; later lines, of rounds that will run again, are dropped.
+    def _wrote(self, text: bytes) -> None:
+        self.logged += len(text)
+        self.digest.update(text)
 
-        A log that does not exist yet begins with the lines `before`. The run takes its folder over: what a killed one
+    def lines(self, saved: Saved | None, before: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The metrics up to a checkpoint; later lines, of rounds that will run again, are dropped.
+
+        Without a checkpoint the log begins with the lines `before`. The run takes its folder over: what a killed one
         left half-written is taken away.
         """
         for temporary in self.log.parent.glob(".*.tmp"):
             temporary.unlink(missing_ok=True)
-        kept = [] if self.log.exists() else list(before)
-        for text in self.log.read_text().splitlines() if self.log.exists() else []:
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                break  # cut short by a crash
-            if line["round"] <= rounds:
-                kept.append(line)
-        write_atomic(self.log, "".join(json.dumps(line) + "\n" for line in kept))
-        return kept
+        if saved is None:
+            text = "".join(json.dumps(line) + "\n" for line in before).encode()
+        else:
+            text = self.log.read_bytes()[: saved.logged] if saved.logged else b""
+        write_atomic(self.log, text)
+        self.logged, self.digest = 0, hashlib.sha256()
+        self._wrote(text)
+        return [json.loads(line) for line in text.splitlines()]
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -45,5 +45,5 @@ class Inline:
     def save(self, folder: Path) -> None:
         self.shard.save(folder, "shard-0")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path | None) -> None:
         self.shard.load(folder)

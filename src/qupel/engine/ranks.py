@@ -120,8 +120,12 @@ class Ranks:
                 for what, row in self._answers(asked):
                     yield client, _shape(what), [row]
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path | None) -> None:
         self.shard.load(folder)
+        for _ in self._answers(self._order(dict.fromkeys(self.group.peers, {"do": "clear"}))):
+            pass
+        if folder is None:
+            return
         others = [i for i in range(len(self.job.parts)) if self._owner(i) != 0]
         for client, shape, row in read_rows(folder, others, self.shard.layout):
             asked = self._order({self._owner(client): {"do": "put", "client": client, **asdict(shape)}}, row)
@@ -261,6 +265,8 @@ class _Desk:
             found = self.shard.store.get(order["client"], self.shard.initial)
             if found:
                 yield _record(found[1], found[0])
+        elif do == "clear":
+            self.shard.load(None)
         elif do == "put":
             state = unflatten(vector, _shape(order), self.shard.layout, vector)
             self.shard.store.put(order["client"], order["phase"], state)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qupel.core.layout import Layout
 from qupel.engine.checkpoint import Checkpoints, Since
+from qupel.engine.guard import Guard
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained, mean_or_nan
 from qupel.paper import diagnostics
@@ -36,7 +37,8 @@ class Engine(Protocol):
 
     def save(self, folder: Path) -> None: ...
 
-    def load(self, folder: Path) -> None: ...
+    def load(self, folder: Path | None) -> None:
+        """Take the clients' states of a checkpoint in place of those they have; None: those of the start."""
 
 
 class Stopped(Exception):
@@ -45,6 +47,14 @@ class Stopped(Exception):
 
 class Failed(RuntimeError):
     """The run cannot go on: a client diverged, or sent what cannot be used."""
+
+
+class AllRefused(Failed):
+    """Nothing that came in a round can be used."""
+
+    def __init__(self, message: str, refused: list[str]) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class Progress:
     loss: float
     line: dict[str, Any] | None  # the metrics, when this round was evaluated
     refused: Sequence[str]
+    notes: Sequence[str] = ()  # what else the user should know
 
 
 @dataclass(frozen=True)
@@ -80,19 +91,23 @@ def run(
     layout = Layout.of(job.module)
     initial = layout.flatten(job.module)
     start, w, lines, states = begin or (0, initial, [], None)
-    since = Since()
+    since, known = Since(), None
     if checkpoints:
-        found = checkpoints.load(layout.size)
+        found = checkpoints.load(layout)
         if found:
-            start, w, since, states = found
-        lines = checkpoints.lines(start, lines)
+            start, w, since, states, known, _ = found
+        lines = checkpoints.lines(found, lines)
+    guard = Guard(job.upload_bound, len(job.parts), checkpoints.keep if checkpoints else 1, known)
     if states is not None:
         engine.load(states)
     w = w.to(initial.device)
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
     for round in range(start, job.rounds):
-        w, loss, refused, sent, drift = one_round(job, engine, round, w)
-        since.losses.append(loss)
+        w, loss, refused, sent, drift, back = guarded_round(job, engine, round, w, guard, checkpoints)
+        if back:
+            since.rolled_back.append(back)
+        else:
+            since.losses.append(loss)
         since.refused.extend(refused)
         phase, within = job.locate(round)
         last = within == job.phases[phase].rounds - 1
@@ -110,6 +125,8 @@ def run(
                     drift,
                     [before["diagnostics"] for before in lines if before["phase"] == phase],
                 )
+            if since.rolled_back:
+                line["rolled_back"] = since.rolled_back
             line["seconds"] = round_to(spent + time.monotonic() - began)
             since = Since()
             lines.append(line)
@@ -119,24 +136,59 @@ def run(
                 checkpoints.append(line)
             every = job.checkpoint_every or job.evaluate_every
             if stop or (round + 1) % every == 0 or round + 1 == job.rounds:
-                checkpoints.save(round + 1, w, since, engine.save)
-        watch(Progress(round + 1, job.rounds, loss, line, refused))
+                checkpoints.save(round + 1, w, since, engine.save, guard.save())
+        watch(Progress(round + 1, job.rounds, loss, line, refused, [back["note"]] if back else []))
         if stop:
             raise Stopped(f"stopped after round {round + 1} of {job.rounds}")
     return Finished(w, lines)
 
 
-def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, float, list[str], int, float | None]:
+Round = tuple[Tensor, float, list[str], int, float | None]  # as `one_round` returns it
+
+
+def guarded_round(
+    job: Job, engine: Engine, round: int, w: Tensor, guard: Guard, checkpoints: Checkpoints | None
+) -> tuple[*Round, dict[str, Any] | None]:
+    """A round and, where it shows that w is ruined and someone may have done it, how far w and the clients' states went
+    back. Rounds are counted on: a run ends, whatever is sent to it."""
+    try:
+        done = one_round(job, engine, round, w, guard)
+        why = guard.exploded(done[1])
+    except AllRefused as e:
+        if not guard.outdated and not guard.suspects():
+            raise
+        done = w, math.nan, e.refused, 0, None
+        why = None if guard.outdated else f"no client's round counts ({e.refused[0]})"
+    suspects = guard.suspects() if why else []
+    if not suspects:
+        return *done, None
+    returned, layout = guard.known.returned, Layout.of(job.module)
+    good = checkpoints.load(layout, returned) if checkpoints else None
+    engine.load(good.folder if good else None)
+    w = (good.w if good else layout.flatten(job.module)).to(w.device)
+    guard.known.returned = good.rounds if good else 0
+    until = guard.send_to_rest(suspects)
+    where = f"as after round {good.rounds}" if good else "as at the start"
+    note = f"{why}: w and the clients' states are {where} again; {job.list_names(suspects)} moved farthest and "
+    note += f"sit out until round {until + 1}"
+    back = {"round": round + 1, "to": good.rounds if good else 0, "suspects": suspects, "until": until, "note": note}
+    return w, done[1], done[2], done[3], None, back
+
+
+def one_round(job: Job, engine: Engine, round: int, w: Tensor, guard: Guard | None = None) -> Round:
     """(new w, mean loss, who was refused and why, bytes a client sent, with diagnostics the drift of the uploads).
 
     Uploads are added in client order as they come, so that no engine needs room for all of them."""
+    phase, _ = job.locate(round)
+    guard = guard or Guard(job.upload_bound, len(job.parts), 1)
+    guard.begin(round, phase, w)
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
     sent = 0
 
     def sound() -> Iterator[tuple[Tensor, float]]:
         nonlocal sent
-        for d in engine.train(round, w, job.cohort(round)):
+        for d in map(guard.screen, engine.train(round, w, guard.present(job.cohort(round)))):
             done.append(replace(d, upload=None))
             if d.upload is not None:
                 sent = max(sent, 4 * len(w) if d.wire is None else d.wire)
@@ -147,15 +199,20 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
     found, new = sound(), w
     first = next(found, None)
     if first is not None:
-        phase, _ = job.locate(round)
         uploads, shares = tee(chain([first], found))
         new = job.phases[phase].method.aggregate(w, (u for u, _ in uploads), (s for _, s in shares))
         for _ in found:  # clients train even where the server looks at no upload
             pass
     refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
     hint = "try a smaller eta1 (or eta2 for the centers), a smaller lambda, or clip the center gradient"
-    if refused and (job.on_bad_upload == "stop" or len(refused) == len(done)):
+    if refused and job.on_bad_upload == "stop":
         raise Failed(f"{refused[0]}. {hint}")
+    fault = guard.too_far(new, job.name)
+    if refused and len(refused) == len(done):
+        raise AllRefused(f"{refused[0]}. {hint}", refused)
+    if fault:  # the clients' own states are as good as the old w
+        refused.append(f"the new w of round {round + 1}, the old one stays: {fault}")
+        new = w
     # a client of a federation over machines may keep its loss to itself
     loss = mean_or_nan([d.loss for d in done if not d.fault and not math.isnan(d.loss)])
     return new, loss, refused, sent, diagnostics.drift(moved, w, new) if moved else None

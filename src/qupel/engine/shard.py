@@ -172,8 +172,11 @@ class Shard:
     def save(self, folder: Path, name: str) -> None:
         snapshot(self.store, folder, name)
 
-    def load(self, folder: Path) -> None:
-        restore(folder, self.mine, self.store, self.layout)
+    def load(self, folder: Path | None) -> None:
+        """Take the states of a folder in place of those that are here; None: those of the start."""
+        self.store.clear()
+        if folder is not None:
+            restore(folder, self.mine, self.store, self.layout)
 
 
 def screen(upload: Tensor | None, size: int) -> str | None:

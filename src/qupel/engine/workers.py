@@ -169,7 +169,7 @@ class Workers:
     def save(self, folder: Path) -> None:
         self._all("save", folder)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path | None) -> None:
         self._all("load", folder)
 
 
@@ -275,7 +275,7 @@ class _Desk:
     def save(self, folder: Path) -> None:
         self.shard.save(folder, self.name)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path | None) -> None:
         self.shard.load(folder)
 
     def _send(self, value: Any) -> None:

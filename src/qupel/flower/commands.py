@@ -228,6 +228,8 @@ def _address(federation: Federation, server: str | None) -> str:
 def _tell(progress: dict[str, Any]) -> None:
     for refusal in progress["refused"]:
         err.print(f"round {progress['round']}: refused {refusal}", highlight=False)
+    for note in progress["notes"]:
+        err.print(f"round {progress['round']}: {note}", highlight=False, soft_wrap=True, markup=False)
     line = progress["line"] or {}
     test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
     loss = f"  loss {progress['loss']:.4f}" if progress["loss"] == progress["loss"] else ""

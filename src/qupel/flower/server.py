@@ -144,7 +144,7 @@ class Fleet:
     def save(self, folder: Path) -> None:
         """Nothing: every client keeps its own generations."""
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path | None) -> None:
         """Nothing, for the same reason."""
 
 

@@ -153,6 +153,7 @@ def assemble(
         evaluate_sample=config.evaluate_sample,
         checkpoint_every=config.checkpoint_every,
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
+        upload_bound=config.upload_bound,
         transform=Transform.of(data, augment=config.data.augment),
         diagnostics=config.diagnostics,
     )
@@ -365,7 +366,7 @@ def run_cell(
     with _building:
         built = build_job(config, cell)
     job = built.to(device)
-    checkpoints = Checkpoints(folder, fingerprint(config, cell, job.phases))
+    checkpoints = Checkpoints(folder, fingerprint(config, cell, job.phases), config.keep_checkpoints)
     begin = None
     began = time.monotonic()
     if len(job.phases) > 1 and is_dense(job.phases[0]) and checkpoints.newest() is None:
@@ -420,7 +421,7 @@ def shared_warmup(
     key = fingerprint(config, cell, only.phases)
     folder = out / "shared" / key
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(folder, key)
+    checkpoints = Checkpoints(folder, key, config.keep_checkpoints)
     with engine_for(config, cell, only, crew, workers, folder, warmup=True) as engine:
 
         def tell(p: Progress) -> None:

@@ -1,4 +1,6 @@
-"""The one error of the library that is the user's to mend."""
+"""The one error of the library that is the user's to mend, and what is worth a line without being one."""
+
+import sys
 
 
 class UserError(ValueError):
@@ -6,3 +8,8 @@ class UserError(ValueError):
 
     The command line prints it as one line and exits with code 2; any other exception is a bug and keeps its traceback.
     """
+
+
+def warn(text: str) -> None:
+    """One line on stderr: the work goes on, but the user should know."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -54,6 +54,8 @@ class Watcher:
         line = progress.line
         for refusal in progress.refused:
             err.print(f"round {progress.round}: refused {refusal}", highlight=False)
+        for note in progress.notes:
+            err.print(f"round {progress.round}: {note}", highlight=False, soft_wrap=True, markup=False)
         if self.live:
             seen = f"  {100 * line['test']:.1f} %" if line else ""
             text = f"{cell.label}, seed {cell.seed}  loss {progress.loss:.3f}{seen}"
