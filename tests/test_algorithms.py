@@ -359,13 +359,24 @@ def test_finetune_freezes_every_assignment(seed, kind, adam):
     before = s.codebook.assign(s.x)[0]
     for _ in range(10):
         push = torch.randn(8)
-        s = method.step(s, lambda v, _, push=push: push, None, CLOCK)
+        s = method.step(s, lambda v, *_, push=push: push, None, CLOCK)
         assert torch.isin(s.x[1:7], s.codebook.centers[0]).all()
         assert torch.equal(s.codebook.centers[0], s.codebook.centers[0].sort().values)
         together = before[:, None] == before
         now = s.codebook.assign(s.x)[0]
         assert torch.equal(now[:, None] == now, together)
         assert torch.equal(method.deployed(s).x, s.x)
+
+
+def test_finetune_divides_by_the_number_of_weights_of_a_center():
+    """gradient = "mean": three weights at one center, two at another, one at the third, each by hand."""
+    method = FineTune(eta1=Schedule(0.1), eta2=Schedule(0.5), gradient="mean")
+    c = torch.tensor([-1.0, 0.0, 2.0]).double()
+    x = torch.tensor([0.5, -1.0, -1.0, -1.0, 0.0, 0.0, 2.0, 0.7]).double()
+    s = method.start(State(x, W, Codebook((LAYER,), (c,))), {}, LAYOUT)
+    push = torch.tensor([1.0, 0.1, 0.2, 0.6, -0.4, 0.2, 0.25, 1.0], dtype=torch.float64)
+    moved = method.step(s, lambda v, *_: push, None, CLOCK)
+    close(moved.codebook.centers[0], [-1.0 - 0.5 * 0.9 / 3, 0.0 + 0.5 * 0.2 / 2, 2.0 - 0.5 * 0.25])
 
 
 def test_finetune_sends_and_pulls_only_what_is_not_quantized():
