@@ -392,7 +392,7 @@ def test_finetune_sends_and_pulls_only_what_is_not_quantized():
     assert method.receive(s, W + 5).w.tolist() == (W + 5).tolist()
     alone = FineTune(eta1=Schedule(0.1))
     assert alone.upload(alone.step(s, gradient, None, CLOCK)) is None
-    assert alone.aggregate(W, [], []) is W
+    assert alone.aggregate(W, []) is W
 
 
 def test_finetune_clip():
@@ -515,13 +515,13 @@ def test_mean_equals_numpy_in_float64(n, seed, weighted):
     for u, share in zip(uploads, shares, strict=True):
         expected += u.double() * share
     expected /= sum(shares)
-    got = mean(uploads, shares)
+    got = mean(zip(uploads, shares, strict=True))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, expected.float(), rtol=1e-7, atol=0)
 
 
 def test_weighted_mean_by_hand():
-    got = mean([torch.tensor([1.0, 0.0]), torch.tensor([4.0, 8.0])], [3.0, 1.0])
+    got = mean([(torch.tensor([1.0, 0.0]), 3.0), (torch.tensor([4.0, 8.0]), 1.0)])
     assert got.tolist() == [1.75, 2.0]
 
 

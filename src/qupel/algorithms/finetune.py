@@ -4,14 +4,13 @@ synchronization go on for the unquantized coordinates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Batch, Deployed, Gradient, State, mean, quantized
+from qupel.algorithms.base import Batch, Deployed, Gradient, State, Uploads, mean, quantized
 from qupel.codebook import Plan
 from qupel.flat import Layout
 from qupel.optim import SGD, Optimizer
@@ -26,6 +25,8 @@ class FineTune:
     lambda_p None: no federation, nothing is sent; `coupling` as in QuPeL. A client without a codebook goes on at full
     precision.
     """
+
+    streams: ClassVar[bool] = True
 
     method: Literal["finetune"] = "finetune"
     eta1: Schedule = Schedule(0.1)
@@ -71,8 +72,8 @@ class FineTune:
     def upload(self, state: State) -> Tensor | None:
         return state.w if self.lambda_p else None
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
-        return mean(uploads, shares) if self.lambda_p else w
+    def aggregate(self, w: Tensor, uploads: Uploads) -> Tensor:
+        return mean(uploads) if self.lambda_p else w
 
     def deployed(self, state: State) -> Deployed:
         return quantized(state)

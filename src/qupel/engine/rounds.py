@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, tee
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qupel import diagnostics
-from qupel.algorithms.base import Deployed
+from qupel.algorithms.base import Deployed, streams
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained, mean_or_nan
@@ -130,6 +130,7 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
     """(new w, mean loss, who was refused and why, bytes a client sent, with diagnostics the drift of the uploads).
 
     Uploads are added in client order as they come, so that no engine needs room for all of them."""
+    method = job.phases[job.locate(round)[0]].method
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
     sent = 0
@@ -142,14 +143,12 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
                 sent = max(sent, 4 * len(w) if d.wire is None else d.wire)
                 if job.diagnostics != "off":
                     moved.append((job.share(d.client), diagnostics.apart(d.upload, w)))
-                yield d.upload, job.share(d.client)
+                yield d.upload if streams(method) else d.upload.clone(), job.share(d.client)
 
     found, new = sound(), w
     first = next(found, None)
     if first is not None:
-        phase, _ = job.locate(round)
-        uploads, shares = tee(chain([first], found))
-        new = job.phases[phase].method.aggregate(w, (u for u, _ in uploads), (s for _, s in shares))
+        new = method.aggregate(w, chain([first], found))
         for _ in found:  # clients train even where the server looks at no upload
             pass
     refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
