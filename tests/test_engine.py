@@ -315,7 +315,7 @@ def test_a_client_whose_loss_is_nan_is_refused_and_the_round_goes_on(pools, work
         w = Layout.of(alone.module).flatten(alone.module)
         for r in range(alone.rounds):
             done = sorted(engine.train(r, w, [0, 2]), key=lambda d: d.client)
-            w = alone.phases[alone.locate(r)[0]].method.aggregate(w, [d.upload for d in done], [1.0, 1.0])
+            w = alone.phases[alone.locate(r)[0]].method.aggregate(w, [(d.upload, 1.0) for d in done])
     assert torch.equal(w, finished.w)
 
 
@@ -391,8 +391,8 @@ class Broken:
         x[7] = float(self.fault)
         return x
 
-    def aggregate(self, w, uploads, shares):
-        return self.inner.aggregate(w, uploads, shares)
+    def aggregate(self, w, uploads):
+        return self.inner.aggregate(w, uploads)
 
     def deployed(self, state):
         return self.inner.deployed(state)
@@ -415,10 +415,32 @@ def test_an_upload_that_cannot_be_used_is_refused(pools, fault, workers):
         w = Layout.of(mlp()).flatten(mlp())
         for r in range(2):
             done = sorted(engine.train(r, w, [0, 2]), key=lambda d: d.client)
-            w = FedAvg().aggregate(w, [d.upload for d in done], [1.0, 1.0])
+            w = FedAvg().aggregate(w, [(d.upload, 1.0) for d in done])
     assert torch.equal(finished.w, w)
     with Inline(replace(job, on_bad_upload="stop")) as engine, pytest.raises(Failed, match="Berta"):
         run(replace(job, on_bad_upload="stop"), engine)
+
+
+@dataclass(frozen=True)
+class Median(Broken):
+    """FedAvg with the median of the uploads, which asks for all of them at once."""
+
+    fault: str = "none"
+
+    def upload(self, state: State) -> Tensor:
+        return self.inner.upload(state)
+
+    def aggregate(self, w, uploads):
+        return torch.stack([upload for upload, _ in list(uploads)]).median(0).values
+
+
+def test_an_aggregate_may_keep_the_uploads(pools, monkeypatch):
+    """25 clients at two workers with room for four uploads each: their rooms are used again and again."""
+    job = make_job([Phase(Median(), 2)], sizes=(4,) * 25, bits=(32,))
+    reference, _ = run_inline(job)
+    monkeypatch.setattr(local_workers, "BUNCH", len(reference.w))
+    finished, _ = on_workers(pools[2], job)
+    assert torch.equal(finished.w, reference.w)
 
 
 def spikes(outputs: Tensor, targets: Tensor) -> Tensor:

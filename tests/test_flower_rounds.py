@@ -13,9 +13,10 @@ import torch
 
 import flower_bench as bench
 from flower_bench import Direct, Reply
+from qupel.core.layout import Layout
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, run
-from qupel.flower.server import conduct
+from qupel.flower.server import conduct, open_fleet
 from qupel.run import config as configs
 from qupel.run.experiment import build_job, cells, run_experiment
 from qupel.util.errors import UserError
@@ -385,6 +386,22 @@ def test_private_clients_tell_no_scores_and_never_the_same_noise(tmp_path):
     assert len(set(uploads)) == 3
     again = conduct(bench.request(tmp_path / "other", job="job-2"), post)
     assert not torch.equal(first.w, again.w)  # noise is the machine's, not the seed's
+
+
+def test_private_uploads_have_noise_for_twice_the_clip(tmp_path):
+    """Two uploads of norm `clip` each can be 2 * clip apart: a client that says no sensitivity is protected for that."""
+    privacy = "[privacy]\nclip = 0.5\nepsilon = 1.0\ndelta = 1e-5\n"
+    post, bare = Direct(bench.clients(tmp_path / "a", more=privacy)), Direct(bench.clients(tmp_path / "b"))
+    run_folder = bench.request(tmp_path / "run")
+    fleets = [open_fleet(run_folder, p) for p in (post, bare)]
+    w = Layout.of(fleets[0].job.module).flatten(fleets[0].job.module)
+    noisy, plain = ([d.upload for d in fleet.train(0, w, range(3))] for fleet in fleets)
+    noise = []
+    for upload, honest in zip(noisy, plain, strict=True):
+        moved = honest - w
+        noise.append(upload - w - moved * min(1.0, 0.5 / float(moved.norm())))
+    found, expected = float(torch.cat(noise).std()), 2 * 0.5 * math.sqrt(2 * math.log(1.25e5))
+    assert found == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("codec", ["fp16", "int8"])

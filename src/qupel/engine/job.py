@@ -124,7 +124,10 @@ class Job:
         return float(len(self.parts[client].train_rows)) if self.weighted else 1.0
 
     def calibration(self, client: int, samples: int | None = CALIBRATION_SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training data of a client for BatchNorm's statistics, never augmented, in batches as equal as can be."""
-        owned = self.parts[client].train_rows[:samples]
+        """Training data of a client for BatchNorm's statistics, never augmented, in batches as equal as can be. Of more
+        rows than `samples` a random draw: rows often come sorted, and the first of them are of one kind."""
+        owned = self.parts[client].train_rows
+        if samples is not None and len(owned) > samples:
+            owned = owned[generator(self.seed, "calibration", client).permutation(len(owned))[:samples]]
         batches = -(-len(owned) // EVALUATION_BATCH)
         return chunks(self.data.train.take(owned), -(-len(owned) // batches), self.transform)
