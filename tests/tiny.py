@@ -15,7 +15,12 @@ from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.parts.methods import FedAvg, FineTune, Local, Phase, Quantizer, QuPeL
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.parts.quantizers.prox import Prox
 
 INPUTS, CLASSES = 6, 3
 
@@ -25,6 +30,13 @@ def mlp(seed: int = 0) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+
+
+def wide_mlp(seed: int = 0) -> nn.Module:
+    """6-12-12-3: another network for the same data."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(INPUTS, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, CLASSES))
 
 
 def norm_net(seed: int = 0) -> nn.Module:
@@ -73,17 +85,20 @@ def blobs(sizes=(12, 12, 12, 12), test: int = 5, seed: int = 0):
     return from_arrays(x.astype(np.float32), y, tx.astype(np.float32), ty, classes=CLASSES), parts
 
 
-def make_job(phases, *, sizes=(12, 12, 12, 12), bits=(1, 2, 32), module=None, data=None, **settings) -> Job:
+def make_job(
+    phases, *, sizes=(12, 12, 12, 12), bits=(1, 2, 32), module=None, data=None, channels=False, **settings
+) -> Job:
     module = mlp() if module is None else module
     dataset, parts = blobs(sizes) if data is None else data
-    layout = Layout.of(module)
-    plans = [plan_bits(layout, bits[i % len(bits)]) for i in range(len(parts))]
+    networks, names = settings.get("networks", {}), settings.get("network", [""] * len(parts))
+    layouts = [Layout.of(networks[name] if name else module) for name in names]
+    plans = [plan_bits(layout, bits[i % len(bits)], channels=channels) for i, layout in enumerate(layouts)]
     defaults = {"loss": F.cross_entropy, "local_steps": 3, "batch": 4, "evaluate_every": 2}
     job = Job(module=module, data=dataset, parts=parts, plans=plans, phases=[], **defaults | settings)
     return job.with_phases(phases)
 
 
-QUANTIZER = Quantizer(eta2=Schedule(1e-2), lam=Schedule(growth=0.02), lam_c=Follow(0.1))
+QUANTIZER = Prox(eta2=Schedule(1e-2), lam=Schedule(growth=0.02), lam_c=Follow(0.1))
 
 
 def recipe(warmup: int = 2, main: int = 4, tuning: int = 2) -> list[Phase]:
@@ -95,7 +110,13 @@ def recipe(warmup: int = 2, main: int = 4, tuning: int = 2) -> list[Phase]:
         optimizer=SGD(momentum=0.5, weight_decay=1e-3),
         quantizer=QUANTIZER,
     )
-    tune = FineTune(eta1=Schedule(0.05), eta2=Schedule(1e-2), eta3=Schedule(1.25), lambda_p=Schedule(0.1))
+    tune = QuPeL(
+        eta1=Schedule(0.05),
+        eta3=Schedule(1.25),
+        lambda_p=Schedule(0.1),
+        quantizer=Frozen(eta2=Schedule(1e-2)),
+        enters="free",
+    )
     return [Phase(FedAvg(), warmup), Phase(qupel, main), Phase(tune, tuning)]
 
 

@@ -1,5 +1,7 @@
-"""A federation of eight numbers: a task that is a plain function of the vector, and an example of every registered part."""
+"""A federation of eight numbers: a task that is a function of the vector, and an example of every registered part."""
 
+import math
+import statistics
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
@@ -55,6 +57,9 @@ class Toy:
 
     def outputs(self, x, inputs) -> Tensor:
         return x
+
+    def value(self, x, batch):
+        return self.gradient(x, batch).loss
 
 
 def problem(f: Callable[[Tensor], Tensor] = quadratic, layout: Layout = LAYOUT) -> Problem:
@@ -113,6 +118,16 @@ def close(got, expected) -> None:
 
 def nearest(v: float, c: list[float]) -> int:
     return min(range(len(c)), key=lambda j: (abs(v - c[j]), j))
+
+
+def prox_weight(y, c, t):
+    q = c[nearest(y, c)]
+    return q + math.copysign(max(abs(y - q) - t / 2, 0.0), y - q)
+
+
+def exact_center(mu, xs, kappa):
+    n = len(xs)
+    return statistics.median([*xs, *(mu + kappa * (n - 2 * k) for k in range(n + 1))])
 
 
 # --- an example of every registered part ---

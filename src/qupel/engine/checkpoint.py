@@ -2,7 +2,8 @@
 
 checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint, what the next line of metrics needs, what the
                                         guard knows; checksums of the other files and of the log so far
-                            w.bin       the server's model, float32
+                            w.bin       the server's model, its rows one after the other, float32
+                            server.bin  the server's own memory, likewise
                             shard-*.bin, shard-*.json   the clients' states (`store`)
 metrics.jsonl               one line per evaluated round
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,8 @@ from torch import Tensor
 
 from qupel.core.layout import Layout
 from qupel.engine.store import read_rows
+from qupel.parts.base import Rows
+from qupel.parts.servers import ServerState
 from qupel.util.errors import UserError, warn
 from qupel.util.files import (
     Damaged,
@@ -39,22 +43,28 @@ from qupel.util.files import (
 
 KEEP = 3
 META = "meta.json"
+MODELS = ("w.bin", "server.bin")
 
 
 @dataclass(frozen=True)
 class Since:
     """What the rounds since the last line of metrics leave for the next one."""
 
-    losses: list[float] = field(default_factory=list)
+    told: dict[str, list[float]] = field(default_factory=dict)  # means over the clients, a round each
     refused: list[str] = field(default_factory=list)
     rolled_back: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, told: Mapping[str, float]) -> None:
+        for name, value in told.items():
+            self.told.setdefault(name, []).append(value)
 
 
 class Saved(NamedTuple):
     """A checkpoint that is sound. `folder` has the clients' states; the log had `logged` bytes."""
 
     rounds: int
-    w: Tensor
+    w: Rows
+    memory: ServerState
     since: Since
     folder: Path
     guard: dict[str, Any] | None
@@ -72,7 +82,8 @@ class Checkpoints:
     def save(
         self,
         rounds: int,
-        w: Tensor,
+        w: Rows,
+        memory: ServerState,
         since: Since,
         save_states: Callable[[Path], None],
         guard: dict[str, Any] | None = None,
@@ -83,13 +94,15 @@ class Checkpoints:
             return
         with new_folder(final) as folder:
             save_states(folder)
-            write_atomic(folder / "w.bin", w.cpu().numpy().tobytes())
+            write_atomic(folder / "w.bin", _bytes(w))
+            write_atomic(folder / "server.bin", _bytes(memory))
             names = sorted(p.name for p in folder.iterdir())
             meta = {"rounds": rounds, "fingerprint": self.fingerprint, **asdict(since), "guard": guard}
+            meta["server"] = [list(t.shape) for t in memory]
             meta["log"] = [self.logged, self.digest.hexdigest()]
             meta["sizes"] = {name: (folder / name).stat().st_size for name in names}
             # rows have their own checksums, in the listings
-            meta["files"] = checksums(folder, [n for n in names if n == "w.bin" or n.endswith(".json")])
+            meta["files"] = checksums(folder, [n for n in names if n in MODELS or n.endswith(".json")])
             write_sealed(folder / META, meta)
         for other in {*self.folder.iterdir()} - {*self._all()[: self.keep]}:
             _remove(other)
@@ -137,17 +150,18 @@ class Checkpoints:
                 raise Damaged(f"{folder} is damaged: {', '.join(wrong) or 'it holds files of others'}")
             check_files(folder, meta["files"])
             w = torch.from_numpy(np.fromfile(folder / "w.bin", dtype=np.float32))
-            if len(w) != layout.size:
+            if len(w) == 0 or len(w) % layout.size:
                 raise UserError(f"{folder} holds a model of {len(w)} parameters, this one has {layout.size}")
-            for _ in read_rows(folder, None, layout):
+            memory = _tensors(folder / "server.bin", meta["server"])
+            for _ in read_rows(folder):
                 pass
         except OSError as e:
             raise Damaged(f"{e.filename or folder} cannot be read: {e.strerror}") from None
         logged, digest = meta["log"]
         if hashlib.sha256(log[:logged]).hexdigest() != digest:
             raise Damaged(f"{self.log} is damaged: its lines are not those of {folder.name}")
-        since = Since(meta["losses"], meta["refused"], meta["rolled_back"])
-        return Saved(meta["rounds"], w, since, folder, meta["guard"], logged)
+        since = Since(meta["told"], meta["refused"], meta["rolled_back"])
+        return Saved(meta["rounds"], tuple(w.split(layout.size)), memory, since, folder, meta["guard"], logged)
 
     def append(self, line: dict[str, Any]) -> None:
         text = (json.dumps(line) + "\n").encode()
@@ -180,6 +194,18 @@ class Checkpoints:
 
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _bytes(tensors: Sequence[Tensor]) -> bytes:
+    return b"".join(t.detach().cpu().contiguous().numpy().tobytes() for t in tensors)
+
+
+def _tensors(path: Path, shapes: Sequence[Sequence[int]]) -> ServerState:
+    numbers = torch.from_numpy(np.fromfile(path, dtype=np.float32))
+    sizes = [math.prod(shape) for shape in shapes]
+    if sum(sizes) != len(numbers):
+        raise Damaged(f"{path} is damaged: it has {len(numbers)} numbers")
+    return tuple(part.view(*shape) for part, shape in zip(numbers.split(sizes), shapes, strict=True)) if sizes else ()
 
 
 def _remove(path: Path) -> None:

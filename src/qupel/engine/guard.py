@@ -12,7 +12,7 @@ computed, and the loop goes back to a good checkpoint and on without those who m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qupel.engine.shard import Trained, all_finite
+from qupel.parts.base import vector
 
 RECENT = 5  # rounds whose medians say what is usual
 FLOOR = 1e-3  # of |w|: what is usual is never taken to be less
@@ -80,7 +81,7 @@ class Guard:
         """A client's round, without its upload where that is too far from w."""
         if done.upload is None or self.bound == math.inf:
             return done
-        norm = float(torch.dist(done.upload, self.w))
+        norm = float(torch.dist(vector(done.upload.rows), self.w))
         if norm <= self.limit:
             self.norms[done.client] = norm
             return done
@@ -120,8 +121,9 @@ class Guard:
 
     # --- over rounds ---
 
-    def exploded(self, loss: float) -> str | None:
+    def exploded(self, told: Mapping[str, float]) -> str | None:
         """Why w looks ruined, None if it does not."""
+        loss = told.get("loss", told.get("quantized_loss", math.nan))
         if self.bound == math.inf or not self.asked:
             return None
         if len(self.known.losses) < FIRST and math.isfinite(loss):

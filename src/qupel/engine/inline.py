@@ -7,12 +7,11 @@ from pathlib import Path
 from types import TracebackType
 
 import torch
-from torch import Tensor
 
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
-from qupel.parts.methods.base import Deployed
+from qupel.parts.base import Deployed, Rows
 
 
 class Inline:
@@ -33,13 +32,13 @@ class Inline:
         torch.set_num_threads(self.before)
         torch.set_rng_state(self.random)
 
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+    def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         return self.shard.train(round, w, clients)
 
-    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
+    def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         return self.shard.evaluate(round, w, clients)
 
-    def deployed(self, round: int, w: Tensor, client: int) -> Deployed:
+    def deployed(self, round: int, w: Rows, client: int) -> Deployed:
         return self.shard.deployed(client, round, w)
 
     def save(self, folder: Path) -> None:

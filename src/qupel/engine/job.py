@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,15 +17,43 @@ from qupel.core.schedule import Clock
 from qupel.data.batches import Transform, chunks, generator
 from qupel.data.partition import Part
 from qupel.data.sources import Dataset
-from qupel.parts.methods import Phase
+from qupel.parts.base import State
+from qupel.parts.methods import Method
+from qupel.parts.phase import Phase
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH
-from qupel.tasks.task import Loss
+from qupel.tasks.metrics import Metric
+from qupel.tasks.task import Batch, Loss, Task
 from qupel.util.errors import UserError
+
+
+class Diagnostics(Protocol):
+    """Looks at clients while they are judged, and tells it in the metrics (`paper.diagnostics`). It changes nothing."""
+
+    mode: str  # "cheap": on the batch of a client's next step; "full": on all of its training data
+
+    def look(
+        self, method: Method, state: State, w: Tensor, clock: Clock, task: Task, batches: Sequence[Batch]
+    ) -> dict[str, Any]: ...
+
+    def apart(self, upload: Tensor, w: Tensor) -> float: ...
+
+    def summary(
+        self,
+        method: Method,
+        clock: Clock,
+        tau: int,
+        seen: Sequence[Mapping[str, Any]],
+        moved: tuple[Sequence[tuple[float, float]], Tensor, Tensor],
+        before: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One federation, or one training when there is one client. Clients' rows point into the data set."""
+    """One federation, or one training when there is one client. Clients' rows point into the data set.
+
+    module: the shared network. networks: others, by name; network: the name of each client's own, "" the shared one.
+    """
 
     module: nn.Module
     loss: Loss
@@ -46,7 +74,10 @@ class Job:
     upload_bound: float = 30.0  # |upload - w| in medians over the clients (`engine.guard`); 0: no bound
     transform: Transform = field(default_factory=Transform)
     names: Sequence[str] = ()
-    diagnostics: Literal["off", "cheap", "full"] = "off"
+    diagnostics: Diagnostics | None = None
+    networks: Mapping[str, nn.Module] = field(default_factory=dict)
+    network: Sequence[str] = ()
+    metrics: Mapping[str, Metric] = field(default_factory=dict)  # beside loss and accuracy
     stacked: bool = False  # clients of a process are trained in stacks (`engine.stack`), not one by one
 
     def __post_init__(self) -> None:
@@ -55,6 +86,9 @@ class Job:
         for name, value in (("sample", self.sample), ("evaluate_sample", self.evaluate_sample)):
             if not 0 < value <= 1:
                 raise UserError(f"{name} = {value}: allowed is a share above 0 up to 1")
+        if self.network and (len(self.network) != len(self.parts) or not set(self.network) <= {"", *self.networks}):
+            known = ", ".join(map(repr, ("", *self.networks)))
+            raise UserError(f"network: one name a client is needed, of {known}; not {list(self.network)}")
         for i, part in enumerate(self.parts):
             if len(part.train_rows) == 0:
                 raise UserError(f"{self.name(i)} has no training data")
@@ -70,7 +104,20 @@ class Job:
         if device.type == "cpu":
             return self
         data = replace(self.data, train=self.data.train.to(device), test=self.data.test.to(device))
-        return replace(self, module=copy.deepcopy(self.module).to(device), data=data)
+        networks = {name: copy.deepcopy(net).to(device) for name, net in self.networks.items()}
+        return replace(self, module=copy.deepcopy(self.module).to(device), networks=networks, data=data)
+
+    def network_of(self, client: int) -> str:
+        return self.network[client] if self.network else ""
+
+    def module_of(self, client: int) -> nn.Module:
+        """The client's own network."""
+        name = self.network_of(client)
+        return self.networks[name] if name else self.module
+
+    def rows_of(self, phase: int) -> int:
+        """How many rows travel in the rounds of a phase."""
+        return len(self.phases[phase].method.broadcast(torch.zeros(2)))
 
     def name(self, client: int) -> str:
         return self.names[client] if self.names else f"client {client}"

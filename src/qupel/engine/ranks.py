@@ -13,7 +13,7 @@ import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,9 +27,9 @@ from qupel.engine.group import NOTHING, Group, Lost, Message
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
-from qupel.engine.store import Shape, flatten, read_rows, unflatten, write_rows
+from qupel.engine.store import Shape, flatten, one_row, read_rows, unflatten, write_rows
 from qupel.engine.workers import ROOM
-from qupel.parts.methods.base import Deployed, State
+from qupel.parts.base import Deployed, Rows, State, Upload, vector
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 from qupel.util.machine import keep_memory
@@ -62,7 +62,7 @@ class Ranks:
         torch.set_num_threads(self.before)
         torch.set_rng_state(self.random)
 
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+    def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         """In client order. While the one whose turn it is has not come, this rank works on, a few uploads ahead."""
         mine, asked = self._share("train", round, w, clients)
         own = self.shard.train(round, w, mine)
@@ -87,22 +87,27 @@ class Ranks:
                 return done
             found = self._next(asked)
         assert found is not None
-        what, vector = found
-        return Trained(what["client"], vector if what["sent"] else None, what["loss"], what["fault"])
+        what, row = found
+        upload = None
+        if what["sent"]:
+            shares = None if what["shares"] is None else torch.tensor(what["shares"])
+            upload = Upload(row.split(self.shard.layout.size), shares)
+        return Trained(what["client"], upload, what["info"], what["fault"])
 
-    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
+    def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         mine, asked = self._share("evaluate", round, w, clients)
         for judged in self.shard.evaluate(round, w, mine):
             yield judged
             yield from map(_judged, self._answers(asked, wait=False))
         yield from map(_judged, self._answers(asked))
 
-    def deployed(self, round: int, w: Tensor, client: int) -> Deployed:
+    def deployed(self, round: int, w: Rows, client: int) -> Deployed:
         own, asked = self._share("deployed", round, w, [client])
         if own:
             return self.shard.deployed(client, round, w)
         ((what, row),) = self._answers(asked)
-        model = unflatten(row, _shape(what), self.shard.layout, row)
+        shipped = replace(self.shard.forms, state=lambda phase: State)
+        model = unflatten(row, Shape.read(what), client, shipped, row)
         return Deployed(model.x, model.codebook)
 
     def save(self, folder: Path) -> None:
@@ -118,7 +123,7 @@ class Ranks:
             else:
                 asked = self._order({self._owner(client): {"do": "record", "client": client}})
                 for what, row in self._answers(asked):
-                    yield client, _shape(what), [row]
+                    yield client, Shape.read(what), [row]
 
     def load(self, folder: Path | None) -> None:
         self.shard.load(folder)
@@ -127,8 +132,8 @@ class Ranks:
         if folder is None:
             return
         others = [i for i in range(len(self.job.parts)) if self._owner(i) != 0]
-        for client, shape, row in read_rows(folder, others, self.shard.layout):
-            asked = self._order({self._owner(client): {"do": "put", "client": client, **asdict(shape)}}, row)
+        for client, shape, row in read_rows(folder, others):
+            asked = self._order({self._owner(client): {"do": "put", "client": client, **shape.table()}}, row)
             for _ in self._answers(asked):
                 pass
 
@@ -140,13 +145,13 @@ class Ranks:
     def _clients(self, rank: int) -> range:
         return range(rank, len(self.job.parts), self.group.size)
 
-    def _share(self, do: str, round: int, w: Tensor, clients: Sequence[int]) -> tuple[list[int], set[int]]:
+    def _share(self, do: str, round: int, w: Rows, clients: Sequence[int]) -> tuple[list[int], set[int]]:
         """(rank 0's clients among these, the ranks that were asked for the others)."""
         groups: dict[int, list[int]] = {}
         for client in clients:
             groups.setdefault(self._owner(client), []).append(client)
         own = groups.pop(0, [])
-        return own, self._order({r: {"do": do, "round": round, "clients": c} for r, c in groups.items()}, w)
+        return own, self._order({r: {"do": do, "round": round, "clients": c} for r, c in groups.items()}, vector(w))
 
     def _order(self, orders: dict[int, dict[str, Any]], vector: Tensor = NOTHING) -> set[int]:
         """Send each rank its order, all with the same vector; the ranks that owe an answer."""
@@ -196,10 +201,6 @@ def _judged(message: Message) -> Judged:
     return Judged(test=test, validation=validation, float_test=before, **what)
 
 
-def _shape(what: dict[str, Any]) -> Shape:
-    return Shape(what["phase"], what["centers"], tuple(what["memory"]))
-
-
 def digest(job: Job) -> str:
     """What every rank must have alike: the first model, data, who has which rows, bits and phases."""
     found = hashlib.sha256(repr([job.plans, job.phases, job.seed, job.local_steps, job.batch]).encode())
@@ -242,24 +243,29 @@ class _Desk:
     def __init__(self, group: Group, build: Callable[[Description], Job]) -> None:
         self.group, self.build = group, build
 
-    def answer(self, order: dict[str, Any], vector: Tensor) -> Iterator[Message]:
+    def _rows(self, sent: Tensor) -> Rows:
+        return sent.split(self.shard.layout.size)
+
+    def answer(self, order: dict[str, Any], sent: Tensor) -> Iterator[Message]:
         do = order["do"]
         if do == "job":
             self._job(order)
         elif do == "train":
-            for k, done in enumerate(self.shard.train(order["round"], vector, order["clients"])):
+            for k, done in enumerate(self.shard.train(order["round"], self._rows(sent), order["clients"])):
                 if k >= ROOM:
                     self._wait_until_used()
-                what = {"client": done.client, "loss": done.loss, "fault": done.fault, "sent": done.upload is not None}
-                yield what, NOTHING if done.upload is None else done.upload
+                up = done.upload
+                what = {"client": done.client, "info": dict(done.info), "fault": done.fault, "sent": up is not None}
+                what["shares"] = up.shares.tolist() if up is not None and up.shares is not None else None
+                yield what, NOTHING if up is None else vector(up.rows)
             for _ in order["clients"][:ROOM]:
                 self._wait_until_used()
         elif do == "evaluate":
-            for judged in self.shard.evaluate(order["round"], vector, order["clients"]):
+            for judged in self.shard.evaluate(order["round"], self._rows(sent), order["clients"]):
                 yield {"judged": asdict(judged)}, NOTHING
         elif do == "deployed":
             for client in order["clients"]:
-                model = self.shard.deployed(client, order["round"], vector)
+                model = self.shard.deployed(client, order["round"], self._rows(sent))
                 yield _record(State(model.x, model.x, model.codebook), 0)
         elif do == "record":
             found = self.shard.store.get(order["client"], self.shard.initial)
@@ -268,7 +274,7 @@ class _Desk:
         elif do == "clear":
             self.shard.load(None)
         elif do == "put":
-            state = unflatten(vector, _shape(order), self.shard.layout, vector)
+            state = unflatten(sent, Shape.read(order), order["client"], self.shard.forms, sent)
             self.shard.store.put(order["client"], order["phase"], state)
         else:
             raise RuntimeError(f"unknown order {do!r}")
@@ -290,4 +296,4 @@ class _Desk:
 
 def _record(state: State, phase: int) -> Message:
     shape, tensors = flatten(state, phase)
-    return asdict(shape), torch.cat(tensors)
+    return shape.table(), one_row(tensors)

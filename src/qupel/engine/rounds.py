@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, tee
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qupel.core.layout import Layout
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.guard import Guard
 from qupel.engine.job import Job
-from qupel.engine.shard import Judged, Trained, mean_or_nan
-from qupel.paper import diagnostics
-from qupel.parts.methods.base import Deployed
+from qupel.engine.shard import Judged, Trained
+from qupel.parts.base import Deployed, Rows, vector
+from qupel.parts.methods.base import any_network, methods, quantizer_of
+from qupel.parts.phase import Phase
+from qupel.parts.servers import ServerState
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 
@@ -28,17 +29,20 @@ MANY_CLIENTS = 200  # above this a line of metrics has no per-client lists
 
 
 class Engine(Protocol):
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+    def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         """tau local steps at each client, in their order; an upload holds until the next result is asked for."""
 
-    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]: ...
+    def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]: ...
 
-    def deployed(self, round: int, w: Tensor, client: int) -> Deployed: ...
+    def deployed(self, round: int, w: Rows, client: int) -> Deployed: ...
 
     def save(self, folder: Path) -> None: ...
 
     def load(self, folder: Path | None) -> None:
         """Take the clients' states of a checkpoint in place of those they have; None: those of the start."""
+
+
+Moved = tuple[list[tuple[float, float]], Tensor, Tensor]  # (share, |upload - w|^2) of each client, w before and after
 
 
 class Stopped(Exception):
@@ -71,9 +75,9 @@ class Progress:
 
 @dataclass(frozen=True)
 class Finished:
-    """The server's last model and the lines of metrics."""
+    """The server's last model, its rows, and the lines of metrics."""
 
-    w: Tensor
+    w: Rows
     lines: list[dict[str, Any]]
 
 
@@ -82,7 +86,7 @@ def run(
     engine: Engine,
     *,
     checkpoints: Checkpoints | None = None,
-    begin: tuple[int, Tensor, list[dict[str, Any]], Path | None] | None = None,
+    begin: tuple[int, Rows, list[dict[str, Any]], Path | None] | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
@@ -90,39 +94,42 @@ def run(
     folder with the clients' states) of a first phase, else from the start."""
     layout = Layout.of(job.module)
     initial = layout.flatten(job.module)
-    start, w, lines, states = begin or (0, initial, [], None)
-    since, known = Since(), None
+    start, w, lines, states = begin or (0, (initial,), [], None)
+    since, known, memory = Since(), None, None  # memory: the server's own
     if checkpoints:
         found = checkpoints.load(layout)
         if found:
-            start, w, since, states, known, _ = found
+            start, w, memory, since, states, known, _ = found
         lines = checkpoints.lines(found, lines)
     guard = Guard(job.upload_bound, len(job.parts), checkpoints.keep if checkpoints else 1, known)
     if states is not None:
         engine.load(states)
-    w = w.to(initial.device)
+    model = Shared(w, memory or ()).to(initial.device)
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
     for round in range(start, job.rounds):
-        w, loss, refused, sent, drift, back = guarded_round(job, engine, round, w, guard, checkpoints)
+        phase, within = job.locate(round)
+        if within == 0 and memory is None:
+            model = enter(job.phases[phase], model.w)
+        memory = None
+        model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints)
+        w, loss = model.w, info.get("loss", info.get("quantized_loss", math.nan))
         if back:
             since.rolled_back.append(back)
         else:
-            since.losses.append(loss)
+            since.add(info)
         since.refused.extend(refused)
-        phase, within = job.locate(round)
         last = within == job.phases[phase].rounds - 1
         line = None
         if last or (round + 1) % job.evaluate_every == 0:
             judged = sorted(engine.evaluate(round, w, job.judged(round)), key=lambda j: j.client)
-            line = metrics(job, round, judged, mean_or_nan(since.losses), since.refused, sent)
-            if job.diagnostics != "off":
-                line["diagnostics"] = diagnostics.summary(
+            line = metrics(job, round, judged, since, sent)
+            if job.diagnostics is not None:
+                line["diagnostics"] = job.diagnostics.summary(
                     job.phases[phase].method,
                     job.clock(round, job.local_steps - 1),
-                    job.diagnostics,
                     job.local_steps,
                     [j.seen for j in judged if j.seen],
-                    drift,
+                    moved,
                     [before["diagnostics"] for before in lines if before["phase"] == phase],
                 )
             if since.rolled_back:
@@ -136,28 +143,45 @@ def run(
                 checkpoints.append(line)
             every = job.checkpoint_every or job.evaluate_every
             if stop or (round + 1) % every == 0 or round + 1 == job.rounds:
-                checkpoints.save(round + 1, w, since, engine.save, guard.save())
+                checkpoints.save(round + 1, model.w, model.memory, since, engine.save, guard.save())
         watch(Progress(round + 1, job.rounds, loss, line, refused, [back["note"]] if back else []))
         if stop:
             raise Stopped(f"stopped after round {round + 1} of {job.rounds}")
-    return Finished(w, lines)
+    return Finished(model.w, lines)
 
 
-Round = tuple[Tensor, float, list[str], int, float | None]  # as `one_round` returns it
+@dataclass(frozen=True)
+class Shared:
+    """What the server has: its model, a number of rows, and its own memory."""
+
+    w: Rows
+    memory: ServerState
+
+    def to(self, device: torch.device) -> Shared:
+        return Shared(tuple(row.to(device) for row in self.w), tuple(t.to(device) for t in self.memory))
+
+
+def enter(phase: Phase, w: Rows) -> Shared:
+    """The server at the first round of a phase, with the model of the one before it."""
+    rows = phase.method.broadcast(w[0])
+    return Shared(rows, phase.server.start(rows))
+
+
+Round = tuple[Shared, dict[str, float], list[str], int, Moved]  # as `one_round` returns it
 
 
 def guarded_round(
-    job: Job, engine: Engine, round: int, w: Tensor, guard: Guard, checkpoints: Checkpoints | None
+    job: Job, engine: Engine, round: int, model: Shared, guard: Guard, checkpoints: Checkpoints | None
 ) -> tuple[*Round, dict[str, Any] | None]:
     """A round and, where it shows that w is ruined and someone may have done it, how far w and the clients' states went
     back. Rounds are counted on: a run ends, whatever is sent to it."""
     try:
-        done = one_round(job, engine, round, w, guard)
+        done = one_round(job, engine, round, model, guard)
         why = guard.exploded(done[1])
     except AllRefused as e:
         if not guard.outdated and not guard.suspects():
             raise
-        done = w, math.nan, e.refused, 0, None
+        done = model, {}, e.refused, 0, ([], vector(model.w), vector(model.w))
         why = None if guard.outdated else f"no client's round counts ({e.refused[0]})"
     suspects = guard.suspects() if why else []
     if not suspects:
@@ -165,82 +189,89 @@ def guarded_round(
     returned, layout = guard.known.returned, Layout.of(job.module)
     good = checkpoints.load(layout, returned) if checkpoints else None
     engine.load(good.folder if good else None)
-    w = (good.w if good else layout.flatten(job.module)).to(w.device)
+    phase, _ = job.locate(round)
+    if good and job.locate(good.rounds - 1)[0] == phase:
+        back_to = Shared(good.w, good.memory).to(model.w[0].device)
+    else:  # of another phase, or none: the server begins this one again
+        back_to = enter(job.phases[phase], good.w if good else (layout.flatten(job.module),)).to(model.w[0].device)
     guard.known.returned = good.rounds if good else 0
     until = guard.send_to_rest(suspects)
     where = f"as after round {good.rounds}" if good else "as at the start"
     note = f"{why}: w and the clients' states are {where} again; {job.list_names(suspects)} moved farthest and "
     note += f"sit out until round {until + 1}"
     back = {"round": round + 1, "to": good.rounds if good else 0, "suspects": suspects, "until": until, "note": note}
-    return w, done[1], done[2], done[3], None, back
+    return back_to, done[1], done[2], done[3], ([], vector(back_to.w), vector(back_to.w)), back
 
 
-def one_round(job: Job, engine: Engine, round: int, w: Tensor, guard: Guard | None = None) -> Round:
-    """(new w, mean loss, who was refused and why, bytes a client sent, with diagnostics the drift of the uploads).
+def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard | None = None) -> Round:
+    """(new model, means of what clients told, who was refused and why, bytes a client sent, with diagnostics how far
+    uploads moved).
 
     Uploads are added in client order as they come, so that no engine needs room for all of them."""
-    phase, _ = job.locate(round)
+    phase = job.phases[job.locate(round)[0]]
+    sent = phase.server.send(model.w, model.memory)
+    start = vector(sent)
     guard = guard or Guard(job.upload_bound, len(job.parts), 1)
-    guard.begin(round, phase, w)
+    guard.begin(round, job.locate(round)[0], start)
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
-    sent = 0
-
-    def sound() -> Iterator[tuple[Tensor, float]]:
-        nonlocal sent
-        for d in map(guard.screen, engine.train(round, w, guard.present(job.cohort(round)))):
-            done.append(replace(d, upload=None))
-            if d.upload is not None:
-                sent = max(sent, 4 * len(w) if d.wire is None else d.wire)
-                if job.diagnostics != "off":
-                    moved.append((job.share(d.client), diagnostics.apart(d.upload, w)))
-                yield d.upload, job.share(d.client)
-
-    found, new = sound(), w
-    first = next(found, None)
-    if first is not None:
-        uploads, shares = tee(chain([first], found))
-        new = job.phases[phase].method.aggregate(w, (u for u, _ in uploads), (s for _, s in shares))
-        for _ in found:  # clients train even where the server looks at no upload
-            pass
+    size, so_far = 0, None
+    for d in map(guard.screen, engine.train(round, sent, guard.present(job.cohort(round)))):
+        done.append(replace(d, upload=None))
+        if d.upload is None:
+            continue
+        size = max(size, 4 * len(start) if d.wire is None else d.wire)
+        if job.diagnostics is not None:
+            moved.append((job.share(d.client), job.diagnostics.apart(vector(d.upload.rows), start)))
+        so_far = phase.server.add(so_far, d.upload, job.share(d.client))
+    new = model if so_far is None else Shared(*phase.server.finish(model.w, so_far, model.memory))
     refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
     hint = "try a smaller eta1 (or eta2 for the centers), a smaller lambda, or clip the center gradient"
     if refused and job.on_bad_upload == "stop":
         raise Failed(f"{refused[0]}. {hint}")
-    fault = guard.too_far(new, job.name)
+    fault = guard.too_far(vector(new.w), job.name)
     if refused and len(refused) == len(done):
         raise AllRefused(f"{refused[0]}. {hint}", refused)
     if fault:  # the clients' own states are as good as the old w
         refused.append(f"the new w of round {round + 1}, the old one stays: {fault}")
-        new = w
-    # a client of a federation over machines may keep its loss to itself
-    loss = mean_or_nan([d.loss for d in done if not d.fault and not math.isnan(d.loss)])
-    return new, loss, refused, sent, diagnostics.drift(moved, w, new) if moved else None
+        new = model
+    return new, means(d.info for d in done if not d.fault), refused, size, (moved, start, vector(new.w))
 
 
-def metrics(
-    job: Job, round: int, judged: Sequence[Judged], loss: float, refused: Sequence[str], sent: int
-) -> dict[str, Any]:
+def means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of every number that clients told; a client over machines may keep its own to itself."""
+    values: dict[str, list[float]] = {}
+    for info in told:
+        for name, number in info.items():
+            if not math.isnan(number):
+                values.setdefault(name, []).append(number)
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
+
+
+def metrics(job: Job, round: int, judged: Sequence[Judged], since: Since, sent: int) -> dict[str, Any]:
     """One line of metrics.jsonl. Accuracies are fractions; without class labels the mean test loss stands for them."""
     phase, _ = job.locate(round)
     line: dict[str, Any] = {
         "round": round + 1,
         "phase": phase,
-        "method": job.phases[phase].method.method,
+        "method": methods.name_of(job.phases[phase].method),
+        "quantizer": quantizer_of(job.phases[phase].method),
         "step": (round + 1) * job.local_steps,
         "epoch": (round + 1) * job.local_steps / job.steps_per_epoch,
-        "loss": loss,
+        **{name: sum(v) / len(v) for name, v in since.told.items()},
         "bits": float(np.mean([j.bits for j in judged])),
         "model_bytes": float(np.mean([j.bytes for j in judged])),
         "upload_bytes": sent,
         "dead_centers": sum(j.dead for j in judged),
-        "refused": list(refused),
+        "refused": list(since.refused),
     }
     for name in ("test", "validation", "float_test"):
         scores = [getattr(j, name) for j in judged if getattr(j, name).count]
         if scores:
             line[name] = float(np.mean([value(s) for s in scores]))
             line[f"{name}_loss"] = float(np.mean([s.loss for s in scores]))
+            for metric in job.metrics:
+                line[f"{name}_{metric}"] = float(np.mean([s.more[metric] for s in scores]))
     if weights := [j.weights for j in judged if j.weights]:
         line["weights"] = weights
     if len(judged) <= MANY_CLIENTS:
@@ -264,16 +295,30 @@ def round_to(seconds: float) -> float:
 
 def check_trainable(job: Job) -> None:
     """Refuse at the door what would fail in the first step: unknown layers, a model or loss that does not fit."""
-    layout = Layout.of(job.module)
+    if job.network:
+        strangers = [i for i in range(len(job.parts)) if job.network_of(i)]
+        for phase in job.phases:
+            if strangers and not any_network(phase.method):
+                name = methods.name_of(phase.method)
+                why = f"{name} ties x to w weight by weight, but {job.name(strangers[0])} has another network"
+                able = [n for n, entry in methods.all().items() if getattr(entry.part, "any_network", False)]
+                raise UserError(f"{why}; methods that take any: {', '.join(able)}")
+    for name in dict.fromkeys(job.network_of(i) for i in range(len(job.parts))):
+        _check_network(job, job.networks[name] if name else job.module)
+    layouts = {name: Layout.of(job.networks[name] if name else job.module) for name in set(job.network) or {""}}
+    for client, plan in enumerate(job.plans):
+        for name in plan:
+            layouts[job.network_of(client)][name]
+
+
+def _check_network(job: Job, module: nn.Module) -> None:
+    layout = Layout.of(module)
     if layout.size == 0:
         raise UserError("the model has no parameters to train")
-    for plan in job.plans:
-        for name in plan:
-            layout[name]
     inputs = job.transform.apply(job.data.train.inputs[:2])
     try:
         with torch.no_grad():
-            job.loss(job.module(inputs), job.data.train.targets[:2])
+            job.loss(module(inputs), job.data.train.targets[:2])
     except (RuntimeError, IndexError, ValueError, TypeError) as e:
         shape = tuple(inputs.shape[1:])
         raise UserError(f"the model or the loss does not take this data (inputs {shape}): {e}") from e

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from qupel.core.codebook import Plan, mean_bits, model_bytes
+from qupel.core.codebook import mean_bits, model_bytes
+from qupel.core.layout import Layout
 from qupel.core.quantize import dead_centers
 from qupel.data.batches import batch, chunks, generator, rows_of_steps
 from qupel.data.sources import Arrays
 from qupel.engine.job import Job
-from qupel.engine.store import DiskStore, MemoryStore, Store, restore, snapshot
-from qupel.engine.weights import shown_clients, told
-from qupel.paper.diagnostics import ClientLoss, Probe, Seen
-from qupel.parts.methods.base import Deployed, State, keeps_state
+from qupel.engine.store import DiskStore, Forms, MemoryStore, Store, restore, snapshot
+from qupel.engine.weights import shown_clients
+from qupel.engine.weights import told as told_weights
+from qupel.parts.base import Deployed, Info, Rows, State, Upload
+from qupel.parts.methods.base import keeps_state, state_of
 from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
-from qupel.tasks.task import Diverged, Oracle
+from qupel.tasks.task import Batch, Diverged, ModuleTask, Problem, Task, Value
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A client's round: what it sends (None: nothing), its mean loss, or why its round does not count."""
+    """A client's round: what it sends (None: nothing), the mean of what its steps told, or why it does not count."""
 
     client: int
-    upload: Tensor | None
-    loss: float
+    upload: Upload | None
+    info: Mapping[str, float] = field(default_factory=dict)  # `Info` by name: "loss", "quantized_loss", ...
     fault: str | None = None
     wire: int | None = None  # bytes of the upload where it was encoded; None: 4 a number
 
@@ -48,7 +51,7 @@ class Judged:
     bits: float
     dead: int  # centers without a weight
     weights: dict[str, Any] | None = None  # its centers, at a few clients only (`weights.told`)
-    seen: Seen | None = None  # with diagnostics
+    seen: dict[str, Any] | None = None  # with diagnostics
 
 
 class Shard:
@@ -58,59 +61,90 @@ class Shard:
         self.job = job
         self.mine = tuple(mine)
         self.shown = shown_clients(job.plans)
-        self.oracle = Oracle(job.module, job.loss)
-        self.layout = self.oracle.layout
-        self.judge = Judge(job.module, job.loss)
-        self.initial = self.layout.flatten(job.module)
+        self.tasks: dict[str, Task] = {}  # by the name of a network, made when a client needs it
+        self.judges: dict[str, Judge] = {}
+        self.initials: dict[str, Tensor] = {}
+        self.initial = self._initial("")
+        self.layout = Layout.of(job.module)
         self.starts: dict[Any, tuple[Tensor, State]] = {}  # phase and plan -> a model, what `_start` made of it
-        self.store: Store = DiskStore(self.layout, scratch) if store == "disk" else MemoryStore(self.layout)
+        layouts = {name: Layout.of(module) for name, module in job.networks.items()} | {"": self.layout}
+        self.forms = Forms(
+            layout=lambda client: layouts[job.network_of(client)],
+            state=lambda phase: state_of(job.phases[phase].method),
+        )
+        self.store: Store = DiskStore(self.forms, scratch) if store == "disk" else MemoryStore(self.forms)
 
-    def state(self, client: int, phase: int, w: Tensor) -> State:
+    def _network(self, name: str) -> nn.Module:
+        return self.job.networks[name] if name else self.job.module
+
+    def _task(self, name: str) -> Task:
+        if name not in self.tasks:
+            self.tasks[name] = ModuleTask(self._network(name), self.job.loss)
+        return self.tasks[name]
+
+    def _initial(self, name: str) -> Tensor:
+        if name not in self.initials:
+            module = self._network(name)
+            self.initials[name] = Layout.of(module).flatten(module)
+        return self.initials[name]
+
+    def problem(self, client: int) -> Problem:
+        """What a client optimizes: its own network and the shared one."""
+        return Problem(self._task(self.job.network_of(client)), self._task(""))
+
+    def judge_of(self, client: int) -> Judge:
+        name = self.job.network_of(client)
+        if name not in self.judges:
+            self.judges[name] = Judge(self._network(name), self.job.loss, self.job.metrics)
+        return self.judges[name]
+
+    def state(self, client: int, phase: int, w: Rows) -> State:
         """A client's state in a phase, having received w; converted from the phase it last took part in."""
         job = self.job
-        found = self.store.get(client, w)
-        at, state = found if found else (-1, State(self.initial, self.initial))
-        if at >= 0:
-            state = job.phases[at].method.receive(state, w)
-        for k in range(at + 1, phase + 1):
-            method = job.phases[k].method
+        found = self.store.get(client, w[0])
+        first = self._initial(job.network_of(client))
+        at, state = found if found else (-1, State(first, self.initial))
+        for k in range(max(at, 0), phase + 1):
             # A state that comes from no phase starts from the initial model, as every client does.
-            state = method.receive(self._start(k, state, job.plans[client]), w)
+            state = state if k == at else self._start(k, state, client)
+            method = job.phases[k].method
+            state = method.receive(state, w if k == phase else method.broadcast(w[0]))
         return state
 
-    def _start(self, phase: int, before: State, plan: Plan) -> State:
+    def _start(self, phase: int, before: State, client: int) -> State:
         """The method's `start`. Many clients come with one and the same model, from FedAvg or from nowhere: what it
         becomes (k-means takes longer than many steps) is made once a plan."""
-        method = self.job.phases[phase].method
+        method, plan, problem = self.job.phases[phase].method, self.job.plans[client], self.problem(client)
         if before.x is not before.w or before.codebook:
-            return method.start(before, plan, self.layout)
-        key = (phase, *plan.items())
+            return method.start(before, plan, problem)
+        key = (phase, self.job.network_of(client), plan.key)
         source, _ = self.starts.get(key, (None, None))
         if source is not before.x:
-            self.starts[key] = before.x, method.start(before, plan, self.layout)
+            self.starts[key] = before.x, method.start(before, plan, problem)
         return self.starts[key][1]
 
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+    def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         """tau local steps at each of these clients. A client that fails keeps the state it had before the round."""
         job = self.job
         phase, _ = job.locate(round)
         method = job.phases[phase].method
         for client in clients:
-            state, losses = self.state(client, phase, w), []
+            state, told, problem = self.state(client, phase, w), Told(), self.problem(client)
             picked = self._rows(client, round)  # (tau, b)
             try:
-                for local in range(job.local_steps):
-                    batch = self._batch(client, round * job.local_steps + local, picked[local])
-                    state = method.step(state, self.oracle, batch, job.clock(round, local))
-                    losses.append(self.oracle.loss_value)
+                with own_randomness():
+                    for local in range(job.local_steps):
+                        batch = self._batch(client, round * job.local_steps + local, picked[local])
+                        state, info = method.step(state, problem, batch, job.clock(round, local))
+                        told.add(info)
                 upload = method.upload(state)
-                fault = screen(upload, len(w)) or sound(state)
+                fault = screen(upload, w) or sound(state)
                 fault = f"round {round + 1}: {fault}" if fault else None
             except Diverged as e:
-                upload, fault = None, f"round {round + 1}, step {len(losses) + 1}: {e.where}"
+                upload, fault = None, f"round {round + 1}, step {told.steps + 1}: {e.where}"
             if fault is None and keeps_state(method):
                 self.store.put(client, phase, state)
-            yield Trained(client, upload if fault is None else None, mean_or_nan(losses), fault)
+            yield Trained(client, upload if fault is None else None, told.means(), fault)
 
     def _rows(self, client: int, round: int) -> np.ndarray:
         """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""
@@ -131,18 +165,18 @@ class Shard:
         rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
         return batch(job.data.train, rows, job.transform, rng)
 
-    def deployed(self, client: int, round: int, w: Tensor) -> Deployed:
+    def deployed(self, client: int, round: int, w: Rows) -> Deployed:
         """The model the client would ship after `round`, w being the server's newest model."""
         phase, _ = self.job.locate(round)
         return self.job.phases[phase].method.deployed(self.state(client, phase, w))
 
-    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
+    def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         """Judge deployed(state) of each client after `round`, w being the server's newest model."""
         phase, within = self.job.locate(round)
         method = self.job.phases[phase].method
         ends = within == self.job.phases[phase].rounds - 1
         clock = self.job.clock(round, self.job.local_steps - 1)
-        probe = None if self.job.diagnostics == "off" else Probe(method, w, clock)
+        watch = self.job.diagnostics
         for client in clients:
             state = self.state(client, phase, w)
             model = method.deployed(state)
@@ -153,21 +187,24 @@ class Shard:
             codes = model.codebook.assign(model.x)
             dead = sum(len(dead_centers(k, len(c))) for (_, c), k in zip(model.codebook, codes, strict=True))
             size = model_bytes(len(model.x), model.codebook)
-            weights = told(client, state.x, model, with_weights=ends) if client in self.shown else None
-            seen = probe.look(state, self._probed(client, round)) if probe else None
+            weights = told_weights(client, state.x, model, with_weights=ends) if client in self.shown else None
+            seen = None
+            if watch is not None:
+                with own_randomness():
+                    batches = self._probed(client, round, watch.mode)
+                    seen = watch.look(method, state, w[0], clock, self.problem(client).own, batches)
             yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead, weights, seen)
 
-    def _probed(self, client: int, round: int) -> ClientLoss:
-        """The client's loss for diagnostics: on all of its training data, or on the batch of its next step."""
-        if self.job.diagnostics == "full":
-            batches = list(self.job.calibration(client, None))
-        else:
-            rows = self._rows(client, round + 1)[0]  # (b,)
-            batches = [self._batch(client, (round + 1) * self.job.local_steps, rows)]
-        return ClientLoss(self.oracle, batches, seed=0)
+    def _probed(self, client: int, round: int, mode: str) -> list[Batch]:
+        """What diagnostics look at: all of the client's training data, or the batch of its next step."""
+        if mode == "full":
+            return list(self.job.calibration(client, None))
+        rows = self._rows(client, round + 1)[0]  # (b,)
+        return [self._batch(client, (round + 1) * self.job.local_steps, rows)]
 
     def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:
-        return self.judge.score(x, self.job.calibration(client), chunks(arrays, EVALUATION_BATCH, self.job.transform))
+        test = chunks(arrays, EVALUATION_BATCH, self.job.transform)
+        return self.judge_of(client).score(x, self.job.calibration(client), test)
 
     def save(self, folder: Path, name: str) -> None:
         snapshot(self.store, folder, name)
@@ -176,17 +213,20 @@ class Shard:
         """Take the states of a folder in place of those that are here; None: those of the start."""
         self.store.clear()
         if folder is not None:
-            restore(folder, self.mine, self.store, self.layout)
+            restore(folder, self.mine, self.store, self.forms)
 
 
-def screen(upload: Tensor | None, size: int) -> str | None:
-    """Why an upload is refused, None if it is sound."""
+def screen(upload: Upload | None, w: Rows) -> str | None:
+    """Why an upload is refused, None if it is sound: it has the rows that the server sent."""
     if upload is None:
         return None
-    if upload.shape != (size,):
-        return f"upload has shape {tuple(upload.shape)}, expected ({size},)"
-    if not all_finite(upload):
-        return "upload holds values that are not finite"
+    if len(upload.rows) != len(w):
+        return f"upload has {len(upload.rows)} rows, expected {len(w)}"
+    for row, sent in zip(upload.rows, w, strict=True):
+        if row.shape != sent.shape:
+            return f"upload has shape {tuple(row.shape)}, expected {tuple(sent.shape)}"
+        if not all_finite(row):
+            return "upload holds values that are not finite"
     return None
 
 
@@ -196,6 +236,38 @@ def sound(state: State) -> str | None:
         if not all_finite(tensor):
             return "its model holds values that are not finite"
     return None
+
+
+class Told:
+    """The mean over a client's steps of what they told."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.values: dict[str, list[float]] = {}
+
+    def add(self, info: Info) -> None:
+        self.steps += 1
+        for name, value in named(info):
+            self.values.setdefault(name, []).append(float(value))
+
+    def means(self) -> dict[str, float]:
+        return {name: sum(values) / len(values) for name, values in self.values.items()}
+
+
+def named(info: Info) -> Iterator[tuple[str, Value]]:
+    """What a step told, by name."""
+    losses = (("loss", info.loss), ("quantized_loss", info.quantized_loss), *info.more.items())
+    return ((name, value) for name, value in losses if value is not None)
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """Dropout draws from torch's one generator, which steps address anew; afterwards it is as the user had it."""
+    before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
 
 
 def all_finite(tensor: Tensor) -> bool:

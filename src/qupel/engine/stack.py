@@ -16,10 +16,12 @@ from torch import Tensor
 
 from qupel.data.batches import batch
 from qupel.engine.job import Job
-from qupel.engine.shard import Shard, Trained, all_finite, mean_or_nan, screen, sound
+from qupel.engine.shard import Shard, Trained, all_finite, named, screen, sound
 from qupel.engine.store import flatten
-from qupel.parts.methods.base import State, keeps_state
-from qupel.tasks.task import StackOracle
+from qupel.parts.base import Rows, State, Upload, combined
+from qupel.parts.methods.base import keeps_state
+from qupel.tasks.stack import StackTask
+from qupel.tasks.task import Problem
 
 STACK = 2**20  # numbers in x of a stack (k, d), 4 MB: more would leave the processor's caches
 MOST = 128  # clients in a stack; more gain nothing
@@ -33,10 +35,15 @@ class StackedShard(Shard):
 
     def __init__(self, job: Job, mine: Sequence[int], store: str = "memory", scratch: Path | None = None) -> None:
         super().__init__(job, mine, store, scratch)
-        self.stack_oracle = StackOracle(job.module, job.loss)
+        self.stack_tasks: dict[str, StackTask] = {}
         self.most = most_clients(self.layout.size)
 
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+    def stack_task(self, network: str) -> StackTask:
+        if network not in self.stack_tasks:
+            self.stack_tasks[network] = StackTask(self._network(network), self.job.loss)
+        return self.stack_tasks[network]
+
+    def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         """tau local steps at each of these clients, in their order. A stack is trained when it is full, or when the
         client whose turn it is waits in it and nothing more may be held."""
         phase, _ = self.job.locate(round)
@@ -63,41 +70,43 @@ class StackedShard(Shard):
             yield done.pop(client)
 
     def _group(self, client: int, state: State) -> Group:
-        """The shape of its state and the size of its batches."""
+        """Its network, the shape of its state and the size of its batches."""
         shape, _ = flatten(state, 0)
-        return *shape.centers.items(), *shape.memory, min(self.job.batch, len(self.job.parts[client].train_rows))
+        size = min(self.job.batch, len(self.job.parts[client].train_rows))
+        return self.job.network_of(client), *shape.parts.items(), *shape.layers.items(), size
 
-    def _train_stack(self, round: int, w: Tensor, members: dict[int, State]) -> Iterator[Trained]:
+    def _train_stack(self, round: int, w: Rows, members: dict[int, State]) -> Iterator[Trained]:
         """Clients that fail keep the state they had before the round; the others do not notice."""
-        job, oracle, clients = self.job, self.stack_oracle, list(members)
+        job, clients = self.job, list(members)
+        own, shared = self.stack_task(job.network_of(clients[0])), self.stack_task("")
         phase, _ = job.locate(round)
         method, state = job.phases[phase].method, together(list(members.values()))
         rows = np.stack([self._rows(client, round) for client in clients], axis=1)  # (tau, k, b)
-        losses: list[list[float]] = [[] for _ in clients]
+        values: dict[str, list[list[float]]] = {}  # name -> per step, the clients' values
         faults: dict[int, str] = {}
-        oracle.faults = {}
+        own.faults = shared.faults = {}
         with np.errstate(invalid="ignore", over="ignore"):  # a client that diverges goes on, and is refused
             for local in range(job.local_steps):
                 inputs = self._batches(clients, round * job.local_steps + local, rows[local])
-                state = method.step(state, oracle, inputs, job.clock(round, local))
-                for row, loss in enumerate(oracle.loss_values.tolist()):
-                    if row in oracle.faults:
-                        faults.setdefault(row, f"round {round + 1}, step {local + 1}: {oracle.faults[row]}")
-                    else:
-                        losses[row].append(loss)
-        uploads = method.upload(state)
+                state, info = method.step(state, Problem(own, shared), inputs, job.clock(round, local))
+                for name, value in named(info):
+                    values.setdefault(name, []).append(torch.as_tensor(value).expand(len(clients)).tolist())
+                for row, what in own.faults.items():
+                    faults.setdefault(row, f"round {round + 1}, step {local + 1}: {what}")
+        sent = method.upload(state)
+        rows_sent = () if sent is None else tuple(row.expand(len(clients), -1) for row in sent.rows)  # each (k, d)
         # one look at all of them
-        clean = sound(state) is None and (uploads is None or uploads is state.x or all_finite(uploads))
-        uploads = None if uploads is None else uploads.expand(len(clients), -1)  # (k, d)
+        clean = sound(state) is None and (sent is None or all(row is state.x or all_finite(row) for row in sent.rows))
         keeps = keeps_state(method)
         for row, client in enumerate(clients):
-            upload, fault = None if uploads is None else uploads[row], faults.get(row)
+            upload, fault = _one_upload(sent, rows_sent, row), faults.get(row)
             if fault is None and not clean:
-                fault = screen(upload, len(w)) or sound(one_of(state, row, w))
+                fault = screen(upload, w) or sound(one_of(state, row))
                 fault = f"round {round + 1}: {fault}" if fault else None
             if fault is None and keeps:
-                self.store.put(client, phase, one_of(state, row, w))
-            yield Trained(client, upload if fault is None else None, mean_or_nan(losses[row]), fault)
+                self.store.put(client, phase, one_of(state, row))
+            means = {name: sum(v[row] for v in steps) / len(steps) for name, steps in values.items()}
+            yield Trained(client, upload if fault is None else None, means, fault)
 
     def _batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """The clients' batches of a step, rows (k, b) of the data set: inputs (k, b, ...), targets (k, b, ...)."""
@@ -120,7 +129,7 @@ def most_clients(size: int) -> int:
 
 
 def together(states: Sequence[State]) -> State:
-    """States of one shape as one: x (k, d), w (k, d), centers (k, m), memory (k, ...). What all share is not copied."""
+    """States of one form as one: x (k, d), w (k, d), centers (k, m), and so on. What all share is not copied."""
 
     def stack(tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0]
@@ -128,13 +137,16 @@ def together(states: Sequence[State]) -> State:
             return first.expand(len(tensors), *first.shape)
         return torch.stack(list(tensors))
 
-    centers = (stack(c) for c in zip(*(s.codebook.centers for s in states), strict=True))
-    memory = (stack(m) for m in zip(*(s.memory for s in states), strict=True))
-    codebook = states[0].codebook.with_centers(centers)
-    return State(stack([s.x for s in states]), stack([s.w for s in states]), codebook, tuple(memory))
+    return combined(states, stack)
 
 
-def one_of(state: State, row: int, w: Tensor) -> State:
+def one_of(state: State, row: int) -> State:
     """One client's state, as views of the stack."""
-    codebook = state.codebook.with_centers(c[row] for c in state.codebook.centers)
-    return State(state.x[row], w, codebook, tuple(m[row] for m in state.memory))
+    return combined([state], lambda tensors: tensors[0][row])
+
+
+def _one_upload(sent: Upload | None, rows: Rows, client: int) -> Upload | None:
+    if sent is None:
+        return None
+    shares = None if sent.shares is None else sent.shares.expand(len(rows[0]), -1)[client]
+    return Upload(tuple(row[client] for row in rows), shares)

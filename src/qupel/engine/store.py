@@ -61,7 +61,8 @@ class Forms:
 
 def flatten(state: State, phase: int) -> tuple[Shape, list[Tensor]]:
     """A state's shape and its tensors, in the order of its fields, without what comes anew with every round."""
-    parts, layers, tensors = {}, {}, []
+    parts, layers = {}, {}
+    tensors: list[Tensor] = []
     for f in fields(state):
         if f.metadata.get("received"):
             continue
@@ -77,7 +78,8 @@ def flatten(state: State, phase: int) -> tuple[Shape, list[Tensor]]:
 
 def unflatten(row: Tensor, shape: Shape, client: int, forms: Forms, w: Tensor) -> State:
     """The state of a row, whose tensors are views of it. w stands for what `receive` will fill."""
-    kind, layout = forms.state(shape.phase), forms.layout(client)
+    kind: Any = forms.state(shape.phase)
+    layout = forms.layout(client)
     pieces = iter(row[: sum(shape.sizes)].split(shape.sizes))
     values: dict[str, Any] = {}
     for f in fields(kind):
@@ -89,13 +91,14 @@ def unflatten(row: Tensor, shape: Shape, client: int, forms: Forms, w: Tensor) -
             slots = tuple(layout[name] for name in shape.layers[f.name])
             values[f.name] = Codebook(slots, found[: len(slots)], found[len(slots) :])
         else:
-            values[f.name] = found if _is_tuple(kind, f.name) else found[0]
+            values[f.name] = found if f.name in _tuples(kind) else found[0]
     return kind(**values)
 
 
 @lru_cache(maxsize=64)
-def _is_tuple(kind: type[State], name: str) -> bool:
-    return get_origin(get_type_hints(kind)[name]) is tuple
+def _tuples(kind: Any) -> frozenset[str]:
+    """The fields of a state that are tuples of tensors."""
+    return frozenset(name for name, hint in get_type_hints(kind).items() if get_origin(hint) is tuple)
 
 
 class Store(Protocol):

@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
-from qupel.parts.methods.base import Deployed
+from qupel.parts.base import Deployed, Rows, Upload
 from qupel.util.errors import UserError
 from qupel.util.machine import keep_memory
 
@@ -78,9 +79,10 @@ class Workers:
         self.pool, self.job = pool, job
         n, k = len(job.parts), len(pool.pipes)
         size = sum(p.numel() for p in job.module.parameters())
-        self.w = torch.empty(size).share_memory_()
-        bunch = min(max(1, BUNCH // size), 64)
-        self.uploads = [torch.empty(ROOM * bunch, size).share_memory_() for _ in range(k)]
+        rows = max(job.rows_of(phase) for phase in range(len(job.phases)))  # that travel at a time
+        self.w = torch.empty(rows, size).share_memory_()
+        bunch = min(max(1, BUNCH // (rows * size)), 64)
+        self.uploads = [torch.empty(ROOM * bunch, rows, size).share_memory_() for _ in range(k)]
         for j in range(k):
             mine = range(j, n, k)
             self._send(j, ("job", job, mine, store, scratch, self.w, self.uploads[j]))
@@ -90,13 +92,14 @@ class Workers:
     def _owner(self, client: int) -> int:
         return client % len(self.pool.pipes)
 
-    def _ask(self, command: str, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Any]:
-        self.w.copy_(w)
+    def _ask(self, command: str, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Any]:
+        for place, row in zip(self.w, w, strict=False):
+            place.copy_(row)
         groups: dict[int, list[int]] = {}
         for client in clients:
             groups.setdefault(self._owner(client), []).append(client)
         for j, group in groups.items():
-            self._send(j, (command, round, group))
+            self._send(j, (command, round, len(w), group))
         return self._collect(groups)
 
     def _send(self, j: int, message: Any) -> None:
@@ -137,25 +140,25 @@ class Workers:
         mine = range(j, len(self.job.parts), len(self.pool.pipes))
         return WorkerDied(f"worker {j} died (exit code {process.exitcode}) with {self.job.list_names(mine)}")
 
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+    def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         """In client order. A worker has room for a few bunches of uploads; it goes on when one has been used."""
-        early: dict[int, tuple[int | None, float, str | None, bool]] = {}
+        early: dict[int, tuple[_Sent | None, dict[str, float], str | None, bool]] = {}
         answers = self._ask("train", round, w, clients)
         for client in clients:  # in ascending order, as each worker takes its own
             while client not in early:
                 early |= {found: (*rest, last) for (found, *rest), last in _marked(next(answers))}
-            row, loss, fault, last = early.pop(client)
+            sent, info, fault, last = early.pop(client)
             j = self._owner(client)
-            yield Trained(client, None if row is None else self.uploads[j][row], loss, fault)
+            yield Trained(client, None if sent is None else sent.upload(self.uploads[j]), info, fault)
             if last:
                 self._send(j, "used")
         for _ in answers:  # until all are done
             pass
 
-    def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
+    def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         yield from self._ask("evaluate", round, w, clients)
 
-    def deployed(self, round: int, w: Tensor, client: int) -> Deployed:
+    def deployed(self, round: int, w: Rows, client: int) -> Deployed:
         (model,) = self._ask("deployed", round, w, [client])
         return model
 
@@ -171,6 +174,25 @@ class Workers:
 
     def load(self, folder: Path | None) -> None:
         self._all("load", folder)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Where an upload lies in shared memory, how many rows it has, and their shares."""
+
+    place: int
+    rows: int
+    shares: list[float] | None
+
+    @classmethod
+    def put(cls, upload: Upload, uploads: Tensor, place: int) -> _Sent:
+        for room, row in zip(uploads[place], upload.rows, strict=False):
+            room.copy_(row)
+        return cls(place, len(upload.rows), None if upload.shares is None else upload.shares.tolist())
+
+    def upload(self, uploads: Tensor) -> Upload:
+        shares = None if self.shares is None else torch.tensor(self.shares)
+        return Upload(uploads[self.place, : self.rows].unbind(), shares)
 
 
 def _marked(bunch: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
@@ -240,17 +262,17 @@ class _Desk:
         self.w, self.uploads = w, uploads
         self.name = f"shard-{mine[0] if len(mine) else 'none'}"
 
-    def train(self, round: int, clients: Sequence[int]) -> None:
+    def _rows(self, count: int) -> Rows:
+        return self.w[:count].clone().unbind()
+
+    def train(self, round: int, rows: int, clients: Sequence[int]) -> None:
         room, size = len(self.uploads), len(self.uploads) // ROOM
-        bunch: list[tuple[int, int | None, float, str | None]] = []
-        for k, done in enumerate(self.shard.train(round, self.w.clone(), clients)):
+        bunch: list[tuple[int, _Sent | None, Mapping[str, float], str | None]] = []
+        for k, done in enumerate(self.shard.train(round, self._rows(rows), clients)):
             if k >= room and k % size == 0:
                 self._wait_until_used()
-            row = None
-            if done.upload is not None:
-                row = k % room
-                self.uploads[row].copy_(done.upload)
-            bunch.append((done.client, row, done.loss, done.fault))
+            sent = _Sent.put(done.upload, self.uploads, k % room) if done.upload is not None else None
+            bunch.append((done.client, sent, done.info, done.fault))
             if len(bunch) == size:
                 self._send(bunch)
                 bunch = []
@@ -264,13 +286,13 @@ class _Desk:
         said = self.pipe.recv()
         assert said == "used", said
 
-    def evaluate(self, round: int, clients: Sequence[int]) -> None:
-        for judged in self.shard.evaluate(round, self.w.clone(), clients):
+    def evaluate(self, round: int, rows: int, clients: Sequence[int]) -> None:
+        for judged in self.shard.evaluate(round, self._rows(rows), clients):
             self._send(judged)
 
-    def deployed(self, round: int, clients: Sequence[int]) -> None:
+    def deployed(self, round: int, rows: int, clients: Sequence[int]) -> None:
         for client in clients:
-            self._send(self.shard.deployed(client, round, self.w.clone()))
+            self._send(self.shard.deployed(client, round, self._rows(rows)))
 
     def save(self, folder: Path) -> None:
         self.shard.save(folder, self.name)

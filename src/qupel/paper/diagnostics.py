@@ -170,18 +170,36 @@ def prox_of(method: Studied) -> Prox:
 Seen = dict[str, float | list[float]]  # what one client tells: numbers, and `sketch` for the spread of all of them
 
 
-class Probe:
-    """Looks at clients one after the other, w being the server's newest model."""
+@dataclass(frozen=True)
+class Diagnostics:
+    """`engine.job.Diagnostics`: looks at clients one after the other, w being the server's newest model."""
 
-    def __init__(self, method: Method, w: Tensor, clock: Clock) -> None:
-        self.method, self.w, self.clock = method, w.double(), clock
+    mode: str
 
-    def look(self, state: State, f: ClientLoss) -> Seen:
-        told: Seen = {"sketch": sketch(state.x.double() - self.w), **nearness(self.method, state, self.clock)}
-        if studied(self.method) and self.method.eta1(self.clock.time) > 0:
+    def look(self, method: Method, state: State, w: Tensor, clock: Clock, task: Task, batches: Sequence[Batch]) -> Seen:
+        w = w.double()
+        told: Seen = {**nearness(method, state, clock)}
+        if len(state.x) == len(w):
+            told["sketch"] = sketch(state.x.double() - w)
+        if studied(method) and method.eta1(clock.time) > 0:
             with suppress(Diverged):  # where the loss is not finite there is nothing to tell
-                told |= probe(self.method, state, self.w, f, self.clock)
+                told |= probe(method, state, w, ClientLoss(task, batches, seed=0), clock)
         return told
+
+    def apart(self, upload: Tensor, w: Tensor) -> float:
+        return apart(upload, w)
+
+    def summary(
+        self,
+        method: Method,
+        clock: Clock,
+        tau: int,
+        seen: Sequence[Mapping[str, Any]],
+        moved: tuple[Sequence[tuple[float, float]], Tensor, Tensor],
+        before: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any]:
+        shares, w, new = moved
+        return summary(method, clock, self.mode, tau, seen, drift(shares, w, new) if shares else None, before)
 
 
 def sketch(v: Tensor) -> list[float]:
@@ -215,7 +233,7 @@ def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:
         return {}
     apart = sum(2 * float(distance(state.x[slot.slice], c)) / gap for slot, c, gap in layers if gap > 0)
     told = {"distance": apart / weights}
-    if isinstance(method, Studied):
+    if studied(method):
         travel = [travelled(prox_of(method).lam, method.eta1, clock, c) * s.size for s, c, gap in layers if gap > 0]
         told["travel"] = sum(travel) / weights
     return told
@@ -270,7 +288,7 @@ def summary(
     clock: Clock,
     mode: str,
     tau: int,
-    seen: Sequence[Seen],
+    seen: Sequence[Mapping[str, Any]],
     drift: float | None,
     before: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
@@ -309,7 +327,7 @@ def bound(
 ) -> float | None:
     """The theorems' bound on the average of G2 since the phase's first line, if the run is one that they speak of and
     its steps are as small as they ask: L_x and L_c are read off eta1 and eta2. None where they say nothing."""
-    if now["mode"] != "full" or not isinstance(method, Studied) or "objective" not in now or not before:
+    if now["mode"] != "full" or not studied(method) or "objective" not in now or not before:
         return None
     steps = implied(method, clock, tau)
     if steps is None or "objective" not in before[0]:

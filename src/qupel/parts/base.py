@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from qupel.core.codebook import Codebook
@@ -24,6 +25,11 @@ from qupel.tasks.task import Value
 
 Rows = tuple[Tensor, ...]  # what travels: r vectors (..., d), one for most methods
 RECEIVED = {"received": True}  # of a field that `receive` fills at the start of every round
+
+
+def vector(rows: Rows) -> Tensor:
+    """All rows one after the other (r d,); of one row itself."""
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def received() -> Any:

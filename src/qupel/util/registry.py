@@ -55,7 +55,7 @@ class Registry(Generic[T]):
     def register(self, name: str, *, paper: str = "", about: str = "") -> Callable[[T], T]:
         def keep(part: T) -> T:
             known = self.entries.get(name)
-            if known is not None and inspect.getmodule(known.part) is not inspect.getmodule(part):
+            if known is not None and _home(known.part) != _home(part):  # the same one: its module is loaded again
                 raise UserError(f"{self.kind} {name!r} is there already, from {known.part.__module__}")
             self.entries[name] = Entry(name, part, paper, about or first_sentence(part))
             return part
@@ -75,6 +75,9 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all())
+
+    def __len__(self) -> int:
+        return len(self.all())
 
     def __contains__(self, name: object) -> bool:
         return name in self.all()
@@ -100,8 +103,10 @@ class Registry(Generic[T]):
 
     def build(self, given: Any, where: str) -> Any:
         """A part from what a config gives: a name, or a table of its settings with its `name`."""
-        if not isinstance(given, str | dict):
+        if is_dataclass(given):
             return given  # made already
+        if not isinstance(given, str | dict):
+            raise UserError(f"{where}: a name or a table is needed, not {given!r}")
         table = {"name": given} if isinstance(given, str) else dict(given)
         name = table.pop("name", None)
         if not isinstance(name, str):
@@ -117,6 +122,10 @@ class Registry(Generic[T]):
     def describe(self, part: Any) -> dict[str, Any]:
         """The table that `build` makes the same part of, as JSON."""
         return {"name": self.name_of(part), **as_table(part)}
+
+
+def _home(part: Any) -> tuple[str, str]:
+    return part.__module__, part.__qualname__
 
 
 def first_sentence(part: Any) -> str:
@@ -193,19 +202,22 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             if hasattr(choice, "constant"):
                 return choice.constant(float(value))
     if isinstance(value, dict) and made:
-        fit = [choice for choice in made if set(value) <= {f.name for f in fields(choice)}] or made
-        for choice in fit:
-            try:
-                return from_table(choice, value, where)
-            except UserError:
-                if choice is fit[-1]:
-                    raise
+        return from_table(_meant(made, value), value, where)
     try:  # through JSON: strict about types, yet a list is a tuple, as in TOML
-        return _adapter(hint).validate_json(json.dumps(value), strict=True)
+        return _adapter(hint).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as e:
         first = e.errors()[0]
         said = first["msg"].removeprefix("Value error, ")
         raise UserError(f"{where}: {said[0].lower()}{said[1:]}, not {value!r}") from None
+
+
+def _meant(choices: list[Any], table: dict[str, Any]) -> Any:
+    """Which of several dataclasses a table means: the one whose `name` it gives, then the one with most of its keys."""
+
+    def score(choice: Any) -> tuple[bool, int]:
+        return getattr(choice, "name", None) == table.get("name"), len({f.name for f in fields(choice)} & set(table))
+
+    return max(choices, key=score)
 
 
 @lru_cache(maxsize=256)

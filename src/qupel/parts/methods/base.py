@@ -38,7 +38,7 @@ from qupel.core.codebook import Codebook, Plan
 from qupel.core.optim import Memory, Optimizer
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, Rows, State, Upload
-from qupel.parts.quantizers import Quantizer
+from qupel.parts.quantizers import Quantizer, quantizers
 from qupel.tasks.task import Batch, Problem, Task
 from qupel.util.registry import Registry
 
@@ -97,6 +97,12 @@ def keeps_state(method: Method) -> bool:
 
 def any_network(method: Method) -> bool:
     return getattr(method, "any_network", False)
+
+
+def quantizer_of(method: Method) -> str:
+    """The name of a method's quantizer; "none" where it has none."""
+    held = getattr(method, "quantizer", None)
+    return "none" if held is None else quantizers.name_of(held)
 
 
 def tie(method: Method, time: float) -> float:

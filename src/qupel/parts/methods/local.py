@@ -4,6 +4,7 @@ training in one place."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from qupel.core.codebook import Plan
 from qupel.core.optim import SGD, Optimizer
@@ -22,6 +23,8 @@ class Local(Alone):
 
     Nothing is sent. A client without a codebook trains at full precision with the plain optimizer.
     """
+
+    any_network: ClassVar[bool] = True  # there is nobody to agree with
 
     eta1: Schedule = Schedule(0.1)
     optimizer: Optimizer = SGD()
