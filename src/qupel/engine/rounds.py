@@ -19,9 +19,9 @@ from qupel.engine.guard import Guard
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.parts.base import Deployed, Rows, vector
-from qupel.parts.methods.base import any_network, methods, quantizer_of
+from qupel.parts.methods.base import any_network, methods, models_of, quantizer_of
 from qupel.parts.phase import Phase
-from qupel.parts.servers import ServerState
+from qupel.parts.servers import ServerState, add
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 
@@ -95,7 +95,8 @@ def run(
     layout = Layout.of(job.module)
     initial = layout.flatten(job.module)
     start, w, lines, states = begin or (0, (initial,), [], None)
-    since, known, memory = Since(), None, None  # memory: the server's own
+    since, known = Since(), None
+    memory: ServerState = ()  # the server's own
     if checkpoints:
         found = checkpoints.load(layout)
         if found:
@@ -104,13 +105,12 @@ def run(
     guard = Guard(job.upload_bound, len(job.parts), checkpoints.keep if checkpoints else 1, known)
     if states is not None:
         engine.load(states)
-    model = Shared(w, memory or ()).to(initial.device)
+    model = Shared(w, memory).to(initial.device)
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
     for round in range(start, job.rounds):
         phase, within = job.locate(round)
-        if within == 0 and memory is None:
+        if within == 0:
             model = enter(job.phases[phase], model.w)
-        memory = None
         model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints)
         w, loss = model.w, info.get("loss", info.get("quantized_loss", math.nan))
         if back:
@@ -164,7 +164,7 @@ class Shared:
 def enter(phase: Phase, w: Rows) -> Shared:
     """The server at the first round of a phase, with the model of the one before it."""
     rows = phase.method.broadcast(w[0])
-    return Shared(rows, phase.server.start(rows))
+    return Shared(rows, phase.server.start(rows[: models_of(phase.method, len(rows))]))
 
 
 Round = tuple[Shared, dict[str, float], list[str], int, Moved]  # as `one_round` returns it
@@ -209,13 +209,15 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
 
     Uploads are added in client order as they come, so that no engine needs room for all of them."""
     phase = job.phases[job.locate(round)[0]]
-    sent = phase.server.send(model.w, model.memory)
+    models = models_of(phase.method, len(model.w))
+    kept, others = model.w[:models], model.w[models:]
+    sent = (*phase.server.send(kept, model.memory), *others)
     start = vector(sent)
     guard = guard or Guard(job.upload_bound, len(job.parts), 1)
     guard.begin(round, job.locate(round)[0], start)
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
-    size, so_far = 0, None
+    size, so_far, beside = 0, None, None
     for d in map(guard.screen, engine.train(round, sent, guard.present(job.cohort(round)))):
         done.append(replace(d, upload=None))
         if d.upload is None:
@@ -223,8 +225,12 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
         size = max(size, 4 * len(start) if d.wire is None else d.wire)
         if job.diagnostics is not None:
             moved.append((job.share(d.client), job.diagnostics.apart(vector(d.upload.rows), start)))
-        so_far = phase.server.add(so_far, d.upload, job.share(d.client))
-    new = model if so_far is None else Shared(*phase.server.finish(model.w, so_far, model.memory))
+        so_far = phase.server.add(so_far, d.upload.part(slice(models)), job.share(d.client))
+        beside = add(beside, d.upload.part(slice(models, None)), job.share(d.client)) if others else None
+    new = model
+    if so_far is not None:
+        rows, memory = phase.server.finish(kept, so_far, model.memory)
+        new = Shared((*rows, *(beside.mean(others) if beside else ())), memory)
     refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
     hint = "try a smaller eta1 (or eta2 for the centers), a smaller lambda, or clip the center gradient"
     if refused and job.on_bad_upload == "stop":

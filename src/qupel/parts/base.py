@@ -84,6 +84,10 @@ class Upload:
     rows: Rows
     shares: Tensor | None = None  # (..., r)
 
+    def part(self, which: slice) -> Upload:
+        """Some of the rows."""
+        return Upload(self.rows[which], None if self.shares is None else self.shares[..., which])
+
 
 @dataclass(frozen=True)
 class Deployed:

@@ -12,6 +12,7 @@ What a class may say of its method beside these, with the default in brackets:
     state_type   its own state, a frozen dataclass that extends `parts.base.State`             [that one]
     keeps_state  whether a client's next round depends on its last one                         [True]
     any_network  whether x may be of another network than w                                    [False]
+    models       how many of the rows are models, the first ones; the server averages others   [all]
     tie(time)    lambda_p, the pull between x and w, for diagnostics                           [0]
 
 The smallest one, with which every client trains the shared model for itself and nothing is sent:
@@ -93,6 +94,10 @@ def state_of(method: Method) -> type[State]:
 
 def keeps_state(method: Method) -> bool:
     return getattr(method, "keeps_state", True)
+
+
+def models_of(method: Method, rows: int) -> int:
+    return getattr(method, "models", rows)
 
 
 def any_network(method: Method) -> bool:

@@ -38,6 +38,7 @@ class Scaffold:
     """
 
     state_type: ClassVar[type[State]] = ScaffoldState
+    models: ClassVar[int] = 1  # the control is averaged, whatever the server
 
     eta1: Schedule = Schedule(0.1)
     quantizer: Quantizer = NoQuantizer()
