@@ -253,7 +253,8 @@ def _base(recipe: Any, shared: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(recipe, str) or recipe not in RECIPES:
         return shared
     found = RECIPES[recipe]
-    return {**shared, **found.defaults} if found.fixed else {**found.defaults, **shared}
+    own = found.defaults if found.bits is None else {**found.defaults, "bits": found.bits}
+    return {**shared, **own} if found.fixed else {**own, **shared}
 
 
 def _set(raw: dict[str, Any], override: str) -> None:

@@ -70,7 +70,8 @@ class StackOracle:
         self.loss_values = torch.empty(0)
         self.faults: dict[int, str] = {}
         layers = _chain(self.module)
-        if all(_takes_a_stack(layer) for layer in layers):
+        trained = all(p.requires_grad for p in self.module.parameters())  # frozen ones are the same for all clients
+        if trained and all(_takes_a_stack(layer) for layer in layers):
             names = {id(p): name for name, p in self.module.named_parameters()}
             chain = [(layer, {own: names[id(p)] for own, p in layer.named_parameters()}) for layer in layers]
             losses = _cross_entropies if loss is F.cross_entropy else vmap(loss, randomness="error")

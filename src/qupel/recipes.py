@@ -221,6 +221,7 @@ class Recipe:
     phases: Callable[[Settings, Budget], list[Phase]]
     defaults: dict[str, object]  # settings that belong to this recipe
     fixed: bool = False  # a published setting: only the method's own table changes it, not [settings]
+    bits: int | None = None  # the clients' bits unless its own are given; none: those of the run
 
 
 _PAPER: dict[str, object] = {
@@ -251,8 +252,8 @@ RECIPES: dict[str, Recipe] = {
     "local": Recipe("Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE),
     "local-corrected": Recipe("Algorithm 1 at each client with the paper's settings", local, _PAPER, fixed=True),
     "training-corrected": Recipe("Algorithm 1 as in Table 1 of the paper", local, _PAPER_TRAINING, fixed=True),
-    "fedavg": Recipe("one shared full-precision model", fedavg, {}),
-    "fedavg-finetune": Recipe("FedAvg, then local steps at full precision", fedavg_finetune, {"bits": 32}),
+    "fedavg": Recipe("one shared full-precision model", fedavg, {}, bits=32),
+    "fedavg-finetune": Recipe("FedAvg, then local steps at full precision", fedavg_finetune, {}, bits=32),
     "proxquant": Recipe("ProxQuant: weights pulled to fixed centers", proxquant, _ALONE),
     "binaryrelax": Recipe("BinaryRelax: a latent model slides to its quantization", binaryrelax, _ALONE),
     "ptq-range": Recipe("post-training: nearest point of a min-max grid", _posttraining("range"), {}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain, tee
 from pathlib import Path
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from qupel import diagnostics
 from qupel.algorithms.base import Deployed
+from qupel.data.batches import batch
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained, mean_or_nan
 from qupel.errors import UserError
 from qupel.evaluate import Score
 from qupel.flat import Layout
+from qupel.oracle import Diverged, Oracle
 
 MANY_CLIENTS = 200  # above this a line of metrics has no per-client lists
 
@@ -206,17 +209,25 @@ def round_to(seconds: float) -> float:
 
 
 def check_trainable(job: Job) -> None:
-    """Refuse at the door what would fail in the first step: unknown layers, a model or loss that does not fit."""
+    """Refuse at the door what would fail in the first step: unknown layers, a model or loss that does not fit. The
+    smallest batch of all clients is tried, with the largest label, on a copy of the model."""
     layout = Layout.of(job.module)
     if layout.size == 0:
-        raise UserError("the model has no parameters to train")
+        raise UserError(f"the model has no parameters to train{': all are frozen' if layout.frozen else ''}")
     for plan in job.plans:
         for name in plan:
             layout[name]
-    inputs = job.transform.apply(job.data.train.inputs[:2])
+    least = min(range(len(job.parts)), key=lambda i: len(job.parts[i].train_rows))
+    inputs, targets = batch(job.data.train, job.parts[least].train_rows[: job.batch], job.transform)
+    if targets.dtype == torch.int64:
+        targets[0] = job.data.train.targets.max()
     try:
-        with torch.no_grad():
-            job.loss(job.module(inputs), job.data.train.targets[:2])
+        with torch.random.fork_rng(devices=[]), suppress(Diverged):  # who diverges is refused in its round
+            Oracle(job.module, job.loss)(layout.flatten(job.module), (inputs, targets))
     except (RuntimeError, IndexError, ValueError, TypeError) as e:
+        if "more than 1 value per channel" in str(e):
+            why = "batch = 1" if job.batch == 1 else f"{job.name(least)} has 1 training sample"
+            ways = "give more samples, or another normalization, such as GroupNorm"
+            raise UserError(f"{why}, and this model's BatchNorm needs at least 2 at a time; {ways}") from e
         shape = tuple(inputs.shape[1:])
         raise UserError(f"the model or the loss does not take this data (inputs {shape}): {e}") from e

@@ -152,7 +152,7 @@ class Shard:
             float_test = self._score(client, state.x, part.test(data)) if model.codebook else test
             codes = model.codebook.assign(model.x)
             dead = sum(len(dead_centers(k, len(c))) for (_, c), k in zip(model.codebook, codes, strict=True))
-            size = model_bytes(len(model.x), model.codebook)
+            size = model_bytes(len(model.x) + self.layout.frozen, model.codebook)
             weights = told(client, state.x, model, with_weights=ends) if client in self.shown else None
             seen = probe.look(state, self._probed(client, round)) if probe else None
             yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead, weights, seen)
