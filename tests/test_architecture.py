@@ -1,8 +1,10 @@
 """Imports point one way: a room knows those before it, never those behind it; optional packages wait until used."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ SOURCE = Path(qupel.__file__).parent
 ROOMS = (
     "errors", "files", "machine", "flat", "quantize", "prox", "codebook", "schedule", "optim", "convolution", "oracle",
     "models", "data", "algorithms", "theory", "diagnostics", "evaluate", "engine", "recipes", "terminal", "deploy",
-    "config", "experiment", "flower", "report", "reproduce", "convergence", "api", "cli",
+    "config", "report", "experiment", "flower", "reproduce", "convergence", "api", "cli",
 )  # fmt: skip
 OPTIONAL = ("onnx", "onnxruntime", "onnxscript", "coremltools", "datasets", "flwr", "zstandard", "tensorboard")
 DOORS = {"__init__", "__main__"}  # the package's own front doors stand outside
@@ -81,6 +83,19 @@ def test_engines_know_no_concrete_method():
             if module.startswith("qupel.algorithms"):
                 assert module in {"qupel.algorithms", "qupel.algorithms.base"}, path
                 assert set(names) <= allowed, path
+
+
+def test_every_package_that_is_imported_is_declared():
+    """Installed by another package's favour is not declared."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    named = {re.match(r"[\w-]+", d)[0].lower() for d in declared}
+    of = {"sklearn": "scikit-learn", "PIL": "pillow"}
+    for path in FILES:
+        for module, _ in imports(path):
+            top = module.split(".")[0]
+            known = top in sys.stdlib_module_names or top == "qupel" or of.get(top, top) in named
+            assert known, f"{path} imports {top}"
 
 
 def test_nothing_imports_the_command_line():

@@ -4,14 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qupel.api import Client, Fit, fit
+    from qupel.api import Client, Fit, fit, load
     from qupel.errors import UserError
     from qupel.recipes import Settings
 
 __version__ = "0.1.0"
-__all__ = ["Client", "Fit", "Settings", "UserError", "fit"]
+__all__ = ["Client", "Fit", "Settings", "UserError", "fit", "load"]
 
-_HOMES = {"Client": "api", "Fit": "api", "Settings": "recipes", "UserError": "errors", "fit": "api"}
+_HOMES = {"Client": "api", "Fit": "api", "Settings": "recipes", "UserError": "errors", "fit": "api", "load": "api"}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -201,20 +200,19 @@ def _rounds(config: Any) -> int:
 
 
 def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float) -> None:
-    from qupel.files import write_atomic, write_json
     from qupel.report import figures, tables
 
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     note = results[0]["data_note"]
     said = "" if one else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows)) + "\n"
-    write_json(folder / "summary.json", [asdict(r) for r in rows])
-    write_atomic(folder / "summary.md", tables.markdown(head, body) + (f"\n{note}\n" if note else "") + f"\n{said}")
     seeds = len({r["seed"] for r in results})
     out.print(number_table(head, body, f"test accuracy after the last round, mean ± std over {seeds} seed(s)"))
     for text in (note, said.strip()):
         if text:
             out.print(text)
+    if layers := dict.fromkeys(name for r in results for name in r.get("quantized", ())):
+        out.print(f"[dim]quantized: {', '.join(layers)}; all else is full precision[/dim]", highlight=False)
     engines = {r["label"]: r["engine"] for r in results if "engine" in r}
     for stacked, how in ((True, "in stacks"), (False, "one by one, stacks gain too little")):
         chosen = {k: e["ratio"] for k, e in engines.items() if e["stacked"] == stacked and (stacked or e["ratio"])}

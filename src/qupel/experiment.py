@@ -8,7 +8,6 @@ RUN/summary.json, summary.md     the comparison
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -39,6 +38,7 @@ from qupel.deploy.file import load, save
 from qupel.engine import ranks
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import RECORD, settled
+from qupel.engine.fingerprint import digest
 from qupel.engine.group import Group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
@@ -250,12 +250,14 @@ def run_experiment(
     reuse: Sequence[Path] = (),
     device: str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Run every cell that is not done and return all results. Raises `Stopped` when asked to stop.
+    """Run every cell that is not done, write the summary and return all results. Raises `Stopped` when asked to stop.
 
     start: gives the processes that several workers are: `Pool`, or `group.start`.
     reuse: other run directories; a cell that one of them has done with the same settings is taken over.
     device: where models and data live; on any but the CPU all clients are trained in this process.
     """
+    from qupel.report.summary import write_summary  # with scipy, which no worker needs
+
     place = check_device(device)
     if place.type != "cpu" and start is not Pool:
         raise UserError(f"device {device}: ranks compute on CPUs")
@@ -280,7 +282,9 @@ def run_experiment(
         else:
             for cell in left:
                 run_cell(config, cell, out, None, workers, watch, should_stop, place)
-    return [json.loads(result_file(out, cell).read_text()) for cell in todo]
+    results = [json.loads(result_file(out, cell).read_text()) for cell in todo]
+    write_summary(results, out, one=config.split.kind == "one")
+    return results
 
 
 def alike(config: Config, todo: Sequence[Cell]) -> list[list[Cell]]:
@@ -391,6 +395,7 @@ def run_cell(
         "seconds": finished.lines[-1]["seconds"] if begin is None else time.monotonic() - began,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {**machine(), "device": device_name(device)},
+        "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
         "engine": json.loads((folder / RECORD).read_text()),
         "data_note": job.data.note,
         "lines": finished.lines,
@@ -480,7 +485,7 @@ def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
     parts["bits"] = described["methods"][cell.label]["bits"] or [described["bits"], described["budget"]]
     if all(is_dense(p) for p in phases):
         del parts["bits"]  # no client is quantized
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return digest(parts)
 
 
 def shared_settings(config: Config, cell: Cell) -> dict[str, Any]:
