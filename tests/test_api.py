@@ -41,6 +41,11 @@ def fit(net, clients=None, **options):
     return qupel.fit(net, people() if clients is None else clients, **{**QUICK, **options})
 
 
+def quantized(found):
+    """Each client's layers and bits, from the codebooks themselves."""
+    return [{slot.name: (len(c) - 1).bit_length() for slot, c in codebook} for codebook in found.codebooks]
+
+
 def deep(*middle):
     """A net of four layers, with `middle` between its first and its second."""
     torch.manual_seed(0)
@@ -53,10 +58,10 @@ def deep(*middle):
 
 def test_bits_default_to_the_recipes_own_and_what_is_given_wins():
     tuned = {"method": "fedavg-finetune", "settings": qupel.Settings(finetune=0.4)}
-    assert fit(mlp(), **tuned).quantized == [{}, {}, {}]
-    assert fit(mlp(), bits=3, **tuned).quantized == [{"2.weight": 3}] * 3
-    assert fit(mlp()).quantized == [{"2.weight": 2}] * 3
-    assert fit(mlp(), bits=[1, 32, {"0": 4}]).quantized == [{"2.weight": 1}, {}, {"0.weight": 4}]
+    assert quantized(fit(mlp(), **tuned)) == [{}, {}, {}]
+    assert quantized(fit(mlp(), bits=3, **tuned)) == [{"2.weight": 3}] * 3
+    assert quantized(fit(mlp())) == [{"2.weight": 2}] * 3
+    assert quantized(fit(mlp(), bits=[1, 32, {"0": 4}])) == [{"2.weight": 1}, {}, {"0.weight": 4}]
 
 
 def test_a_config_takes_the_same_bits_from_the_recipe():
@@ -69,7 +74,7 @@ def test_a_config_takes_the_same_bits_from_the_recipe():
 def test_bits_for_a_method_that_ships_full_precision_are_refused():
     shallow = nn.Sequential(nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, CLASSES))
     for method in ("fedavg", [Phase(FedAvg(), 2)]):
-        assert fit(shallow, method=method).quantized == [{}] * 3
+        assert quantized(fit(shallow, method=method)) == [{}] * 3
         with pytest.raises(UserError, match="fedavg, ships full precision; leave bits out"):
             fit(mlp(), method=method, bits=2)
 
@@ -109,7 +114,7 @@ def test_bits_that_no_layer_would_get_are_refused(net, words):
 def test_layers():
     shallow = nn.Sequential(nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, CLASSES))
     found = fit(shallow, layers=["0", "2.weight"])
-    assert found.quantized == [{"0.weight": 2, "2.weight": 2}] * 3
+    assert quantized(found) == [{"0.weight": 2, "2.weight": 2}] * 3
     assert all(len(m[0].weight.unique()) <= 4 for m in found.models)
     with pytest.raises(UserError, match="no layer is named"):
         fit(mlp(), layers=[])
@@ -119,7 +124,7 @@ def test_layers():
 
 def test_a_computed_weight_takes_no_other_layers_place():
     """The first layer is the first one also where it has a weight_norm: what stands behind it is quantized."""
-    assert fit(normed((0,))).quantized[0] == {"2.weight": 2, "4.weight": 2}
+    assert quantized(fit(normed((0,))))[0] == {"2.weight": 2, "4.weight": 2}
 
 
 class Tied(nn.Module):
@@ -136,7 +141,7 @@ class Tied(nn.Module):
 
 def test_a_last_layer_that_is_tied_to_the_first():
     found = fit(Tied())
-    assert found.quantized == [{"middle.weight": 2}] * 3
+    assert quantized(found) == [{"middle.weight": 2}] * 3
     assert all(len(m.middle.weight.unique()) <= 4 and m.last.weight is m.first.weight for m in found.models)
     assert all(len(m.first.weight.unique()) == INPUTS**2 for m in found.models)
 
@@ -161,7 +166,7 @@ def test_transposed_convolutions_are_quantized_in_every_format(dims, tmp_path):
     torch.manual_seed(0)
     clients = people((6,), shape=(1, *[4] * dims))
     found = fit(Widening(dims), clients, bits=3)
-    assert found.quantized == [{"wide.weight": 3}]
+    assert quantized(found) == [{"wide.weight": 3}]
     (model,) = found.models
     assert len(model.wide.weight.unique()) <= 8
     x = torch.from_numpy(clients[0][2])
@@ -202,10 +207,19 @@ def test_frozen_parameters_stay_as_they_are_and_are_in_the_file(method, vectoriz
     assert (found.metrics[-1]["model_bytes"] == dense) == (method == "fedavg")
 
 
+def test_frozen_parameters_on_workers():
+    net = deep(nn.BatchNorm1d(8))
+    net[0].requires_grad_(False)
+    one, two = (fit(net, workers=n) for n in (1, 2))
+    for a, b in zip((*one.models, one.global_model), (*two.models, two.global_model), strict=True):
+        assert torch.equal(a[0].weight, net[0].weight)
+        assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
 def test_a_frozen_layer_is_not_quantized():
     net = deep()
     net[2].weight.requires_grad_(False)
-    assert fit(net).quantized[0] == {"4.weight": 2}
+    assert quantized(fit(net))[0] == {"4.weight": 2}
     with pytest.raises(UserError, match=r"layer '2' cannot be quantized: frozen"):
         fit(net, layers=["2", "4"])
     net.requires_grad_(False)
@@ -440,9 +454,9 @@ def test_images_are_fed_as_they_were_in_training(tmp_path):
     assert found.test == [pytest.approx(np.mean(np.array(best) == np.arange(4)))]
 
 
-def test_local_phases_of_ones_own():
-    found = fit(mlp(), method=[Phase(FedAvg(), 1), Phase(Local(), 2)])
-    assert found.quantized == [{"2.weight": 2}] * 3
+def test_phases_of_ones_own():
+    found = fit(mlp(), method=[Phase(FedAvg(), 1), Phase(Local(), 2)], bits=[1, 3, 32])
+    assert found.quantized == quantized(found) == [{"2.weight": 1}, {"2.weight": 3}, {}]
     assert found.about.extra["method"] == "own phases"
 
 

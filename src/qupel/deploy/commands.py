@@ -77,7 +77,7 @@ def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool) 
         return _chosen(run, saved, clients, all)
     cells = sorted(p.parent.name for p in run.glob("cells/*/models")) if run.is_dir() else []
     if not cells:
-        raise UserError(f"{run}: neither a model file, nor a folder of them, nor a finished run")
+        raise UserError(f"{run}: neither a model file, a folder of them nor a finished run (no cells/*/models in it)")
     if cell is None and len(cells) > 1:
         raise UserError(f"{run} has several cells; give --cell, one of: {', '.join(cells)}")
     if cell is not None and cell not in cells:

@@ -28,6 +28,7 @@ from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
 from qupel.errors import UserError
+from qupel.flat import Layout
 from qupel.machine import keep_memory
 
 ROOM = 4  # bunches of uploads that a worker may be ahead of the server
@@ -77,7 +78,7 @@ class Workers:
     def __init__(self, pool: Pool, job: Job, store: str = "memory", scratch: Path | None = None) -> None:
         self.pool, self.job = pool, job
         n, k = len(job.parts), len(pool.pipes)
-        size = sum(p.numel() for p in job.module.parameters())
+        size = Layout.of(job.module).size
         self.w = torch.empty(size).share_memory_()
         bunch = min(max(1, BUNCH // size), 64)
         self.uploads = [torch.empty(ROOM * bunch, size).share_memory_() for _ in range(k)]
