@@ -188,6 +188,7 @@ class Odd:
 
     def __init__(self):
         self.me, self.rng, self.known, self.n = self, np.random.default_rng(0), {"a", "b"}, np.float32(1.5)
+        self.mixed = np.array(["a", None], object)
 
     def __call__(self, outputs, targets):
         return F.cross_entropy(outputs, targets)

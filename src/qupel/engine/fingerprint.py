@@ -53,7 +53,7 @@ class _Describe:
         if isinstance(value, np.generic):
             return value.item()
         if isinstance(value, np.ndarray):
-            return _numbers(value)
+            return self(value.tolist()) if value.dtype.hasobject else _numbers(value)
         if isinstance(value, Mapping):
             return {"table": [[self(k), self(v)] for k, v in value.items()]}
         if isinstance(value, list | tuple | range):
