@@ -4,7 +4,6 @@ from qupel.deploy.about import About
 from qupel.deploy.budget import BudgetPlan, Planner, plan_budget
 from qupel.deploy.coreml import export_coreml
 from qupel.deploy.file import load, save
-from qupel.deploy.formats import write
 from qupel.deploy.header import FormatError
 from qupel.deploy.onnx import export_onnx
 from qupel.deploy.packed import Packed, empty
@@ -25,5 +24,4 @@ __all__ = [
     "open_model",
     "plan_budget",
     "save",
-    "write",
 ]
