@@ -29,7 +29,7 @@ CLOCK = Clock(7, 40, 4)  # epoch 2
 QUANTIZED = range(1, 7)
 
 
-def gradient(v, batch=None, slots=None):
+def gradient(v, batch=None, slots=None, of=None):
     return A * (v - B)
 
 

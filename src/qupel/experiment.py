@@ -2,7 +2,8 @@
 
 RUN/config.json                  the whole config
 RUN/shared/...                   what cells share: the FedAvg warm-up of equal recipes, trained once a seed
-RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/
+RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/;
+                                 scores.npz where there are many clients
 RUN/summary.json, summary.md     the comparison
 """
 
@@ -36,7 +37,7 @@ from qupel.data.batches import Transform
 from qupel.deploy.about import About
 from qupel.deploy.budget import Planner, parse_size
 from qupel.deploy.file import load, save
-from qupel.engine import ranks
+from qupel.engine import ranks, scores
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import RECORD, settled
 from qupel.engine.group import Group
@@ -280,7 +281,7 @@ def run_experiment(
         else:
             for cell in left:
                 run_cell(config, cell, out, None, workers, watch, should_stop, place)
-    return [json.loads(result_file(out, cell).read_text()) for cell in todo]
+    return [read_result(result_file(out, cell)) for cell in todo]
 
 
 def alike(config: Config, todo: Sequence[Cell]) -> list[list[Cell]]:
@@ -349,6 +350,13 @@ def result_file(out: Path, cell: Cell) -> Path:
     return out / "cells" / cell.name / "result.json"
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """A cell's result, its last line with the scores of every client."""
+    result: dict[str, Any] = json.loads(path.read_text())
+    scores.attach(path.parent, result["lines"])
+    return result
+
+
 def run_cell(
     config: Config,
     cell: Cell,
@@ -393,7 +401,7 @@ def run_cell(
         "machine": {**machine(), "device": device_name(device)},
         "engine": json.loads((folder / RECORD).read_text()),
         "data_note": job.data.note,
-        "lines": finished.lines,
+        "lines": [scores.short(line) for line in finished.lines],
     }
     write_json(done, json.loads(json.dumps(result, default=str)))
     checkpoints.remove()
@@ -449,6 +457,7 @@ def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None
         if (path.parent / "models").exists():
             shutil.copytree(path.parent / "models", done.parent / "models", dirs_exist_ok=True)
         shutil.copy(path.parent / "metrics.jsonl", done.parent)
+        scores.copy(path.parent, done.parent)
         write_json(done, {**result, "label": cell.label, "taken_from": f"{path.parents[2].name}/{path.parent.name}"})
         return
 
@@ -464,7 +473,7 @@ def save_models(
     for client in range(len(job.parts)):
         model = engine.deployed(job.rounds - 1, w, client).cpu()
         module = judge.load(model.x, job.calibration(client))
-        test = line["clients"]["test"][client] if "clients" in line else line["test"]
+        test = line["clients"]["test"][client]
         allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
         about = describe(config, cell, data, job.name(client), test, allowed)
         written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)

@@ -21,6 +21,7 @@ from torch import Tensor
 from qupel.codebook import Codebook, Plan
 from qupel.flat import Layout, Slot
 from qupel.optim import Memory
+from qupel.oracle import Of
 from qupel.schedule import Clock
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
@@ -29,9 +30,10 @@ Uploads = Iterable[tuple[Tensor, float]]  # (upload, its share of the mean), one
 
 class Gradient(Protocol):
     """The gradient of the client's loss at a vector, on a batch. slots: where it is asked for; elsewhere it may be 0,
-    so that nothing has to be computed below the first layer that is asked for."""
+    so that nothing has to be computed below the first layer that is asked for. of: what the vector is, x or Q(x), so
+    that metrics can name the loss found there."""
 
-    def __call__(self, x: Tensor, batch: Batch, slots: Sequence[Slot] | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, batch: Batch, slots: Sequence[Slot] | None = None, of: Of = "x") -> Tensor: ...
 
 
 @dataclass(frozen=True)

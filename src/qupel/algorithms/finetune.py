@@ -48,7 +48,7 @@ class FineTune:
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
         eta1, eta2, eta3 = (f(clock.time) for f in (self.eta1, self.eta2, self.eta3))
         lambda_p = self.lambda_p(clock.time) if self.lambda_p else 0.0
-        g = gradient(s.x, batch)
+        g = gradient(s.x, batch, None, "both" if s.codebook else "x")
         codes = s.codebook.assign(s.x)  # every weight sits exactly on its center, so this is its frozen assignment
         moved = []
         for (slot, c), k in zip(s.codebook, codes, strict=True):
