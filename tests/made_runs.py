@@ -16,9 +16,10 @@ def line(label: str, seed: int, round: int, rounds: int, clients: int, bits=BITS
     scores = [base + 0.05 * math.sin(3 * i + seed) + 0.01 * math.sin(5 * i * len(label)) for i in range(clients)]
     mean = sum(scores) / clients
     found = {
-        "round": round, "phase": 0, "method": "qupel", "step": 10 * round, "epoch": 2.0 * round, "loss": 1 / round,
+        "round": round, "phase": 0, "method": "qupel", "step": 10 * round, "epoch": 2.0 * round,
         "bits": sum(widths) / clients, "model_bytes": sum(SIZES[b] for b in widths) / clients, "upload_bytes": 500_000,
         "dead_centers": 0, "refused": [], "test": mean, "test_loss": 1.0, "seconds": 1.0 * round,
+        "train_loss": 1 / round,
         "clients": {"test": scores, "bits": widths, "bytes": [SIZES[b] for b in widths]},
     }  # fmt: skip
     if weights and bits != (32.0,):

@@ -29,7 +29,7 @@ CLOCK = Clock(7, 40, 4)  # epoch 2
 QUANTIZED = range(1, 7)
 
 
-def gradient(v, batch=None, slots=None):
+def gradient(v, batch=None, slots=None, of=None):
     return A * (v - B)
 
 
@@ -359,13 +359,24 @@ def test_finetune_freezes_every_assignment(seed, kind, adam):
     before = s.codebook.assign(s.x)[0]
     for _ in range(10):
         push = torch.randn(8)
-        s = method.step(s, lambda v, _, push=push: push, None, CLOCK)
+        s = method.step(s, lambda v, *_, push=push: push, None, CLOCK)
         assert torch.isin(s.x[1:7], s.codebook.centers[0]).all()
         assert torch.equal(s.codebook.centers[0], s.codebook.centers[0].sort().values)
         together = before[:, None] == before
         now = s.codebook.assign(s.x)[0]
         assert torch.equal(now[:, None] == now, together)
         assert torch.equal(method.deployed(s).x, s.x)
+
+
+def test_finetune_divides_by_the_number_of_weights_of_a_center():
+    """gradient = "mean": three weights at one center, two at another, one at the third, each by hand."""
+    method = FineTune(eta1=Schedule(0.1), eta2=Schedule(0.5), gradient="mean")
+    c = torch.tensor([-1.0, 0.0, 2.0]).double()
+    x = torch.tensor([0.5, -1.0, -1.0, -1.0, 0.0, 0.0, 2.0, 0.7]).double()
+    s = method.start(State(x, W, Codebook((LAYER,), (c,))), {}, LAYOUT)
+    push = torch.tensor([1.0, 0.1, 0.2, 0.6, -0.4, 0.2, 0.25, 1.0], dtype=torch.float64)
+    moved = method.step(s, lambda v, *_: push, None, CLOCK)
+    close(moved.codebook.centers[0], [-1.0 - 0.5 * 0.9 / 3, 0.0 + 0.5 * 0.2 / 2, 2.0 - 0.5 * 0.25])
 
 
 def test_finetune_sends_and_pulls_only_what_is_not_quantized():
@@ -381,7 +392,7 @@ def test_finetune_sends_and_pulls_only_what_is_not_quantized():
     assert method.receive(s, W + 5).w.tolist() == (W + 5).tolist()
     alone = FineTune(eta1=Schedule(0.1))
     assert alone.upload(alone.step(s, gradient, None, CLOCK)) is None
-    assert alone.aggregate(W, [], []) is W
+    assert alone.aggregate(W, []) is W
 
 
 def test_finetune_clip():
@@ -504,13 +515,13 @@ def test_mean_equals_numpy_in_float64(n, seed, weighted):
     for u, share in zip(uploads, shares, strict=True):
         expected += u.double() * share
     expected /= sum(shares)
-    got = mean(uploads, shares)
+    got = mean(zip(uploads, shares, strict=True))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, expected.float(), rtol=1e-7, atol=0)
 
 
 def test_weighted_mean_by_hand():
-    got = mean([torch.tensor([1.0, 0.0]), torch.tensor([4.0, 8.0])], [3.0, 1.0])
+    got = mean([(torch.tensor([1.0, 0.0]), 3.0), (torch.tensor([4.0, 8.0]), 1.0)])
     assert got.tolist() == [1.75, 2.0]
 
 

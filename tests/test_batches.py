@@ -50,6 +50,13 @@ def test_each_epoch_of_the_stream_covers_every_sample_once(count, size, epochs, 
         assert sorted(flat[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
+def test_every_epoch_has_an_order_of_its_own():
+    """40 samples in batches of 10: five epochs, five orders, and batches of other company."""
+    epochs = [[rows(0, 1, 4 * epoch + k, 40, 10) for k in range(4)] for epoch in range(5)]
+    assert len({np.concatenate(parts).tobytes() for parts in epochs}) == 5
+    assert len({frozenset(part.tolist()) for parts in epochs for part in parts}) == 20
+
+
 def test_rows_do_not_depend_on_the_order_of_calls():
     addresses = [(seed, client, step) for seed in range(2) for client in range(90) for step in (0, 3, 17)]
     forward = {a: rows(*a, 25, 10) for a in addresses}

@@ -70,6 +70,20 @@ def test_sensitive_layers_get_more_bits():
     assert plan.error < plan.uniform_error
 
 
+def test_the_search_counts_the_bytes_of_codebooks():
+    """One more bit costs 160 weights 20 bytes of codes and 8 of centers, 400 weights 50 and 8. The larger layer's error
+    falls less for every byte of codes and more for every byte in all: it is widened, where there is room for one."""
+    module = models.mlp(16, (10, 40), 2)
+    small, large, _ = Layout.of(module).weights
+    assert [module.get_parameter(name).numel() for name in (small, large)] == [160, 400]
+    planner = Planner(module, layers=[small, large])
+    fine = dict.fromkeys((2, 3, 4, 5, 6, 7, 8, 32), 0.0)
+    planner.errors = {small: {1: 0.44, **fine}, large: {1: 1.0, **fine}}
+    one_of_them = max(planner.bytes({small: 1, large: 2}), planner.bytes({small: 2, large: 1}))
+    assert planner.bytes({small: 2, large: 2}) > one_of_them
+    assert planner.fit(one_of_them).bits == {small: 1, large: 2}
+
+
 def test_errors_fall_with_bits():
     errors = relative_errors(torch.randn(50, 50))
     values = [errors[b] for b in (1, 2, 3, 4, 5, 6, 7, 8, 32)]

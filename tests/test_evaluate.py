@@ -4,6 +4,7 @@ import copy
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from torch.nn import functional as F
 
 from qupel.algorithms import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, QuPeL, State
 from qupel.codebook import Codebook
+from qupel.data.partition import Part
+from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.engine.shard import Shard
@@ -150,6 +153,25 @@ def test_calibration_counts_every_sample_about_equally(samples):
     judged = Judge(job.module, job.loss).load(x, job.calibration(0))
     hidden = job.module[0](job.data.train.inputs).detach()
     torch.testing.assert_close(judged[1].running_mean, hidden.mean(0), rtol=0.02, atol=0.02)
+
+
+def test_calibration_draws_from_all_rows():
+    """5,000 rows sorted by label: the 2,048 that count have every class in its share, also within a batch."""
+    labels = np.repeat(np.arange(5), 1000)
+    inputs = np.repeat(labels[:, None], 6, 1).astype(np.float32)
+    data = from_arrays(inputs, labels, inputs[:5], labels[:5])
+    parts = [Part(np.arange(5000), np.arange(5))] * 2
+    job = make_job([Phase(FedAvg(), 1)], bits=(32,), module=norm_net(), data=(data, parts))
+    seen = [list(job.calibration(client)) for client in (0, 0, 1)]
+    for _, targets in seen[0]:
+        assert torch.bincount(targets, minlength=5).min() > 0.1 * len(targets)
+    first, again, other = (torch.cat([targets for _, targets in batches]) for batches in seen)
+    assert len(first) == 2048
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    few = replace(job, parts=[Part(np.arange(300)[::-1].copy(), np.arange(5))], plans=[{}])
+    assert torch.equal(torch.cat([x for x, _ in few.calibration(0)]), data.train.inputs[:300].flip(0))  # in their order
+    assert sum(len(t) for _, t in job.calibration(0, None)) == 5000
 
 
 def test_deployed_statistics_are_of_the_quantized_model_on_the_clients_training_data():

@@ -18,7 +18,8 @@ from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, run
 from qupel.errors import UserError
 from qupel.experiment import build_job, cells, run_experiment
-from qupel.flower.server import conduct
+from qupel.flat import Layout
+from qupel.flower.server import conduct, open_fleet
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +69,17 @@ def test_equal_to_the_reference_engine(tmp_path, reference):
     assert [e["bytes"] for e in exports] == [len(f) for f in files]
     assert [e["test"] for e in exports] == lines[-1]["clients"]["test"]
     assert not (run_folder / "checkpoints").exists()
+
+
+def test_some_of_the_clients_a_round_equal_the_reference_engine(tmp_path):
+    """Clients know from the task how often they are expected: late ones, their travel and step sizes are the same."""
+    text = "sample = 0.4\n" + bench.config().replace("warmup = 0.4", "warmup = 0.0")
+    (result,) = run_experiment(configs.parse(text, "test"), tmp_path / "reference")
+    run_folder = bench.request(tmp_path / "run", text)
+    conduct(run_folder, Direct(bench.clients(tmp_path)))
+    files = [p.read_bytes() for p in sorted((tmp_path / "reference" / "cells").glob("*/models/*"))]
+    assert bench.models(tmp_path) == files
+    same_lines(told(run_folder), result["lines"])
 
 
 def test_workers_that_die_between_rounds_lose_nothing(tmp_path, reference):
@@ -379,12 +391,28 @@ def test_private_clients_tell_no_scores_and_never_the_same_noise(tmp_path):
     first = conduct(run_folder, post)
     line = told(run_folder)[-1]
     assert "test" not in line
-    assert math.isnan(line["loss"])
+    assert "train_loss" not in line
     assert [e["test"] for e in json.loads((run_folder / "exports.json").read_text())] == [None] * 3
     uploads = [(tmp_path / f"state-{i}/job-1/round-000004/upload.bin").read_bytes() for i in range(3)]
     assert len(set(uploads)) == 3
     again = conduct(bench.request(tmp_path / "other", job="job-2"), post)
     assert not torch.equal(first.w, again.w)  # noise is the machine's, not the seed's
+
+
+def test_private_uploads_have_noise_for_twice_the_clip(tmp_path):
+    """Two uploads of norm `clip` each can be 2 * clip apart: a client without a sensitivity is safe for that."""
+    privacy = "[privacy]\nclip = 0.5\nepsilon = 1.0\ndelta = 1e-5\n"
+    post, bare = Direct(bench.clients(tmp_path / "a", more=privacy)), Direct(bench.clients(tmp_path / "b"))
+    run_folder = bench.request(tmp_path / "run")
+    fleets = [open_fleet(run_folder, p) for p in (post, bare)]
+    w = Layout.of(fleets[0].job.module).flatten(fleets[0].job.module)
+    noisy, plain = ([d.upload for d in fleet.train(0, w, range(3))] for fleet in fleets)
+    noise = []
+    for upload, honest in zip(noisy, plain, strict=True):
+        moved = honest - w
+        noise.append(upload - w - moved * min(1.0, 0.5 / float(moved.norm())))
+    found, expected = float(torch.cat(noise).std()), 2 * 0.5 * math.sqrt(2 * math.log(1.25e5))
+    assert found == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("codec", ["fp16", "int8"])
@@ -435,10 +463,10 @@ def test_mistakes_in_a_client_config(tmp_path, text, words):
     [
         {},
         {"kind": "train"},
-        {"kind": "hello", "protocol": 1},
-        {"kind": "hello", "protocol": 2, "seed": 0},
-        {"kind": "train", "protocol": 1, "task": {"job": "../x"}},
-        {"kind": "x", "protocol": 1},
+        {"kind": "hello", "protocol": 2},
+        {"kind": "hello", "protocol": 3, "seed": 0},
+        {"kind": "train", "protocol": 2, "task": {"job": "../x"}},
+        {"kind": "x", "protocol": 2},
     ],
 )
 def test_a_question_that_is_none_is_answered_with_an_error(tmp_path, header):

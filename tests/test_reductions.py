@@ -247,4 +247,4 @@ def test_methods_that_do_not_communicate_send_nothing():
         s = State(torch.ones(3), torch.ones(3))
         assert method.upload(s) is None
         assert method.receive(s, w) is s
-        assert method.aggregate(w, [], []) is w
+        assert method.aggregate(w, []) is w

@@ -20,7 +20,7 @@ from qupel.algorithms.quantizer import Quantizer
 from qupel.codebook import Codebook
 from qupel.flat import Slot
 from qupel.optim import SGD
-from qupel.oracle import Diverged, Oracle
+from qupel.oracle import Diverged, Of, Oracle
 from qupel.prox import distance
 from qupel.schedule import Clock, Schedule, half_gap, travelled
 from qupel.theory import Steps, outside, theorem1_sharp, theorem2_sharp
@@ -44,7 +44,9 @@ class ClientLoss:
         self.samples = sum(len(targets) for _, targets in batches)
         self.known: list[tuple[Tensor, Tensor, float]] = []  # x, gradient, value
 
-    def __call__(self, x: Tensor, batch: Batch | None = None, slots: Sequence[Slot] | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch: Batch | None = None, slots: Sequence[Slot] | None = None, of: Of = "x"
+    ) -> Tensor:
         return self._at(x)[0].clone()  # methods write into it
 
     def value(self, x: Tensor) -> float:
@@ -142,8 +144,9 @@ class Probe:
     def __init__(self, method: Method, w: Tensor, clock: Clock) -> None:
         self.method, self.w, self.clock = method, w.double(), clock
 
-    def look(self, state: State, f: ClientLoss) -> Seen:
-        told: Seen = {"sketch": sketch(state.x.double() - self.w), **nearness(self.method, state, self.clock)}
+    def look(self, state: State, f: ClientLoss, made: np.ndarray | None = None) -> Seen:
+        """made: the steps of the phase that the client took part in; none: all so far."""
+        told: Seen = {"sketch": sketch(state.x.double() - self.w), **nearness(self.method, state, self.clock, made)}
         if isinstance(self.method, Local | QuPeL) and self.method.eta1(self.clock.time) > 0:
             with suppress(Diverged):  # where the loss is not finite there is nothing to tell
                 told |= probe(self.method, state, self.w, f, self.clock)
@@ -172,7 +175,7 @@ def spread(sketches: Sequence[list[float]]) -> float:
     return float(from_mean(np.array(sketches)).mean())
 
 
-def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:
+def nearness(method: Method, state: State, clock: Clock, made: np.ndarray | None = None) -> dict[str, float]:
     """distance: mean |x_k - Q_c(x)_k|; travel: the prox travel so far; both in half-gaps of the layer, over quantized
     weights."""
     layers = [(slot, c, float(half_gap(c))) for slot, c in state.codebook]
@@ -182,7 +185,8 @@ def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:
     apart = sum(2 * float(distance(state.x[slot.slice], c)) / gap for slot, c, gap in layers if gap > 0)
     told = {"distance": apart / weights}
     if isinstance(method, Local | QuPeL):
-        travel = [travelled(method.quantizer.lam, method.eta1, clock, c) * s.size for s, c, gap in layers if gap > 0]
+        lam, eta1 = method.quantizer.lam, method.eta1
+        travel = [travelled(lam, eta1, clock, c, made) * s.size for s, c, gap in layers if gap > 0]
         told["travel"] = sum(travel) / weights
     return told
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from qupel.flat import Layout
-from qupel.oracle import Loss
+from qupel.oracle import Loss, is_finite
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 EVALUATION_BATCH = 256
@@ -54,7 +54,7 @@ class Judge:
         with torch.inference_mode():
             for inputs, targets in test:
                 outputs = module(inputs)
-                loss += float(self.loss(outputs, targets)) * len(targets)
+                loss += self._loss(outputs, targets) * len(targets)
                 count += len(targets)
                 labelled = targets.dtype == torch.int64 and outputs.ndim == 2
                 if labelled:
@@ -62,6 +62,14 @@ class Judge:
         if count == 0:
             return Score(float("nan"), None, 0)
         return Score(loss / count, correct / count if labelled else None, count)
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> float:
+        try:
+            return float(self.loss(outputs, targets))
+        except Exception:  # some losses refuse what is not a number
+            if is_finite(outputs):
+                raise
+            return float("nan")
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 RUN/config.json                  the whole config
 RUN/shared/...                   what cells share: the FedAvg warm-up of equal recipes, trained once a seed
-RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/
+RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/;
+                                 scores.npz where there are many clients
 RUN/summary.json, summary.md     the comparison
 """
 
@@ -35,7 +36,7 @@ from qupel.data.batches import Transform
 from qupel.deploy.about import About
 from qupel.deploy.budget import Planner, parse_size
 from qupel.deploy.file import load, save
-from qupel.engine import ranks
+from qupel.engine import ranks, scores
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import RECORD, settled
 from qupel.engine.fingerprint import digest
@@ -282,7 +283,7 @@ def run_experiment(
         else:
             for cell in left:
                 run_cell(config, cell, out, None, workers, watch, should_stop, place)
-    results = [json.loads(result_file(out, cell).read_text()) for cell in todo]
+    results = [read_result(result_file(out, cell)) for cell in todo]
     write_summary(results, out, one=config.split.kind == "one")
     return results
 
@@ -353,6 +354,13 @@ def result_file(out: Path, cell: Cell) -> Path:
     return out / "cells" / cell.name / "result.json"
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """A cell's result, its last line with the scores of every client."""
+    result: dict[str, Any] = json.loads(path.read_text())
+    scores.attach(path.parent, result["lines"])
+    return result
+
+
 def run_cell(
     config: Config,
     cell: Cell,
@@ -398,7 +406,7 @@ def run_cell(
         "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
         "engine": json.loads((folder / RECORD).read_text()),
         "data_note": job.data.note,
-        "lines": finished.lines,
+        "lines": [scores.short(line) for line in finished.lines],
     }
     write_json(done, json.loads(json.dumps(result, default=str)))
     checkpoints.remove()
@@ -454,6 +462,7 @@ def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None
         if (path.parent / "models").exists():
             shutil.copytree(path.parent / "models", done.parent / "models", dirs_exist_ok=True)
         shutil.copy(path.parent / "metrics.jsonl", done.parent)
+        scores.copy(path.parent, done.parent)
         write_json(done, {**result, "label": cell.label, "taken_from": f"{path.parents[2].name}/{path.parent.name}"})
         return
 
@@ -469,7 +478,7 @@ def save_models(
     for client in range(len(job.parts)):
         model = engine.deployed(job.rounds - 1, w, client).cpu()
         module = judge.load(model.x, job.calibration(client))
-        test = line["clients"]["test"][client] if "clients" in line else line["test"]
+        test = line["clients"]["test"][client]
         allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
         about = describe(config, cell, data, job.name(client), test, allowed)
         written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from qupel.convolution import use_fft
 from qupel.flat import Layout, Slot
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs, targets) -> mean loss over the batch
+Of = Literal["x", "quantized", "both"]  # where a gradient is asked for: at x, at Q(x), or at an x that is its own Q(x)
 
 
 class Diverged(ArithmeticError):
@@ -27,12 +28,28 @@ class Diverged(ArithmeticError):
         self.where = where
 
 
+def is_finite(value: object) -> bool:
+    """Whether nothing in it is known to be infinite or NaN; what is no tensor of numbers is not known."""
+    return not (isinstance(value, Tensor) and value.is_floating_point()) or bool(torch.isfinite(value).all())
+
+
+class Losses(NamedTuple):
+    """f(x) and f(Q(x)) of a step or a mean of them; NaN where it was not evaluated. Of a stack of clients (k,)."""
+
+    x: Any = math.nan
+    quantized: Any = math.nan
+
+    def told(self, value: Any, of: Of) -> Losses:
+        return Losses(self.x if of == "quantized" else value, self.quantized if of == "x" else value)
+
+
 class Oracle:
     """oracle(x, batch): the gradient at x of the mean loss over the batch, as a new vector (d,); with slots only there,
     0 elsewhere.
 
     The module is copied once and bound to flat buffers. It runs in training mode: BatchNorm uses the batch's own
-    statistics, its running ones are never used while learning. `loss_value` is the loss of the last call.
+    statistics, its running ones are never used while learning. `loss_value` is the loss of the last call, `losses` the
+    last of each kind.
     """
 
     def __init__(self, module: nn.Module, loss: Loss, dtype: torch.dtype = torch.float32) -> None:
@@ -43,13 +60,24 @@ class Oracle:
         self.parameters = dict(self.module.named_parameters())
         self.loss = loss
         self.loss_value = math.nan
+        self.losses = Losses()
 
-    def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor], slots: Sequence[Slot] | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch: tuple[Tensor, Tensor], slots: Sequence[Slot] | None = None, of: Of = "x"
+    ) -> Tensor:
         inputs, targets = batch
         self.values.copy_(x)
-        loss = self.loss(self.module(inputs), targets)
+        try:
+            outputs = None
+            outputs = self.module(inputs)
+            loss = self.loss(outputs, targets)
+        except Exception as e:  # some losses refuse what is not a number
+            if is_finite(x) and is_finite(outputs):
+                raise
+            raise Diverged(f"{str(e).splitlines()[0]}; {_first_bad(x, self.layout)}") from e
         found = _gradients(loss, self.parameters, self.layout.slots if slots is None else slots)
         self.loss_value = loss.item()
+        self.losses = self.losses.told(self.loss_value, of)
         if not math.isfinite(self.loss_value):
             raise Diverged(f"the loss is {self.loss_value}; {_first_bad(x, self.layout)}")
         return _one_vector(found, x, self.layout)
@@ -60,14 +88,14 @@ class StackOracle:
     each client's in its row and of nothing but its row.
 
     A chain of layers known to take a stack runs as it is, one batched product a layer; any other module goes through
-    torch.func.vmap. Both refuse to draw random numbers. `loss_values` (k,) are those of the last call; `faults` says
+    torch.func.vmap. Both refuse to draw random numbers. `losses`, each (k,), are the last of each kind; `faults` says
     what was first found at clients whose loss is not finite.
     """
 
     def __init__(self, module: nn.Module, loss: Loss) -> None:
         self.module = _for_training(module)
         self.layout = Layout.of(self.module)
-        self.loss_values = torch.empty(0)
+        self.losses = Losses()
         self.faults: dict[int, str] = {}
         layers = _chain(self.module)
         trained = all(p.requires_grad for p in self.module.parameters())  # frozen ones are the same for all clients
@@ -82,23 +110,26 @@ class StackOracle:
                     h = _through(layer, {own: parameters[name] for own, name in its.items()}, h)
                 return losses(h, targets)
 
-            self.losses = whole  # -> (k,)
+            self.compute = whole  # -> (k,)
         else:
 
             def one(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
                 return loss(functional_call(self.module, parameters, (inputs,)), targets)
 
-            self.losses = vmap(one, randomness="error")
+            self.compute = vmap(one, randomness="error")
 
-    def __call__(self, x: Tensor, batch: tuple[Tensor, Tensor], slots: Sequence[Slot] | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, batch: tuple[Tensor, Tensor], slots: Sequence[Slot] | None = None, of: Of = "x"
+    ) -> Tensor:
         inputs, targets = batch
         x = x.expand(len(inputs), -1)  # clients that start from one model share it
         parameters = {slot.name: slot.view(x).detach().requires_grad_() for slot in self.layout.slots}
-        losses = self.losses(parameters, inputs, targets)  # (k,)
+        losses = self.compute(parameters, inputs, targets)  # (k,)
         found = _gradients(losses.sum(), parameters, self.layout.slots if slots is None else slots)
-        self.loss_values = losses.detach()
-        if not bool(torch.isfinite(self.loss_values).all()):
-            for row, value in enumerate(self.loss_values.tolist()):
+        values = losses.detach()
+        self.losses = self.losses.told(values, of)
+        if not bool(torch.isfinite(values).all()):
+            for row, value in enumerate(values.tolist()):
                 if not math.isfinite(value):
                     self.faults.setdefault(row, f"the loss is {value}; {_first_bad(x[row], self.layout)}")
         return _one_vector(found, x, self.layout)

@@ -31,7 +31,7 @@ class Budget:
 
     rounds: int
     local_steps: int
-    epoch_steps: int
+    epoch_steps: float
 
     def epochs(self, rounds: int) -> float:
         return rounds * self.local_steps / self.epoch_steps

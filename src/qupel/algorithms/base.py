@@ -6,7 +6,7 @@ A method is six small functions in a frozen dataclass; none inherits from anothe
     receive(state, w)               -> state    take the server's model
     step(state, gradient, batch, clock) -> state    one local step
     upload(state)                   -> vector   what leaves the device; None where nothing does
-    aggregate(w, uploads, shares)   -> w        the server's part
+    aggregate(w, uploads)           -> w        the server's part, of (upload, its share) in client order
     deployed(state)                 -> model    what is evaluated and exported, for every method, in one place
 """
 
@@ -21,16 +21,19 @@ from torch import Tensor
 from qupel.codebook import Codebook, Plan
 from qupel.flat import Layout, Slot
 from qupel.optim import Memory
+from qupel.oracle import Of
 from qupel.schedule import Clock
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
+Uploads = Iterable[tuple[Tensor, float]]  # (upload, its share of the mean), one after the other
 
 
 class Gradient(Protocol):
     """The gradient of the client's loss at a vector, on a batch. slots: where it is asked for; elsewhere it may be 0,
-    so that nothing has to be computed below the first layer that is asked for."""
+    so that nothing has to be computed below the first layer that is asked for. of: what the vector is, x or Q(x), so
+    that metrics can name the loss found there."""
 
-    def __call__(self, x: Tensor, batch: Batch, slots: Sequence[Slot] | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, batch: Batch, slots: Sequence[Slot] | None = None, of: Of = "x") -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,12 @@ def keeps_state(method: Method) -> bool:
     return getattr(method, "keeps_state", True)
 
 
+def streams(method: Method) -> bool:
+    """Whether `aggregate` is done with an upload when it asks for the next, so that it may be lent one in place of a
+    copy that it can keep; a method says so by a class attribute of this name."""
+    return getattr(method, "streams", False)
+
+
 class Method(Protocol):
     """The protocol above. Methods are frozen dataclasses whose fields are their settings."""
 
@@ -70,7 +79,7 @@ class Method(Protocol):
 
     def upload(self, state: State) -> Tensor | None: ...
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor: ...
+    def aggregate(self, w: Tensor, uploads: Uploads) -> Tensor: ...
 
     def deployed(self, state: State) -> Deployed: ...
 
@@ -84,7 +93,7 @@ class Alone:
     def upload(self, state: State) -> Tensor | None:
         return None
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
+    def aggregate(self, w: Tensor, uploads: Uploads) -> Tensor:
         return w
 
 
@@ -93,12 +102,12 @@ def quantized(state: State) -> Deployed:
     return Deployed(state.codebook.hard(state.x), state.codebook)
 
 
-def mean(uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
+def mean(uploads: Uploads) -> Tensor:
     """The weighted mean of vectors, in client order and in float64, so that no engine changes a bit of it.
 
     Each vector is used once, when it comes: no more than one need be in memory.
     """
-    pairs = zip(uploads, shares, strict=True)
+    pairs = iter(uploads)
     vector, weight = next(pairs)
     total = vector.double() * weight
     for vector, share in pairs:

@@ -43,7 +43,8 @@ class BinaryRelax(Alone):
         lam = self.lam(clock.time)
         quantized = s.codebook.hard(s.x)
         x = quantized if math.isinf(lam) else (s.x + lam * quantized) / (1 + lam)
-        y, memory = self.optimizer.step(s.x, gradient(x, batch), s.memory, self.eta1(clock.time))
+        g = gradient(x, batch, None, "quantized" if s.codebook else "x")  # relaxed, at the end Q(y) itself
+        y, memory = self.optimizer.step(s.x, g, s.memory, self.eta1(clock.time))
         return replace(s, x=y, codebook=self._project(y, s.codebook), memory=memory)
 
     def deployed(self, state: State) -> Deployed:

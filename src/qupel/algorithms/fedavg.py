@@ -5,13 +5,12 @@ What is deployed is the one average, on every client. Followed by a phase of `Lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from qupel.algorithms.base import Batch, Deployed, Gradient, State, mean
+from qupel.algorithms.base import Batch, Deployed, Gradient, State, Uploads, mean
 from qupel.codebook import Codebook, Plan
 from qupel.flat import Layout
 from qupel.optim import SGD, Optimizer
@@ -23,6 +22,7 @@ class FedAvg:
     """w_i = tau optimizer steps on f_i from w;  w = mean of w_i. The optimizer starts afresh every round."""
 
     keeps_state: ClassVar[bool] = False  # `receive` leaves nothing of what a client had
+    streams: ClassVar[bool] = True
 
     method: Literal["fedavg"] = "fedavg"
     eta1: Schedule = Schedule(0.1)
@@ -41,8 +41,8 @@ class FedAvg:
     def upload(self, state: State) -> Tensor:
         return state.x
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
-        return mean(uploads, shares)
+    def aggregate(self, w: Tensor, uploads: Uploads) -> Tensor:
+        return mean(uploads)
 
     def deployed(self, state: State) -> Deployed:
         return Deployed(state.w, state.codebook)

@@ -4,14 +4,13 @@ synchronization go on for the unquantized coordinates."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Batch, Deployed, Gradient, State, mean, quantized
+from qupel.algorithms.base import Batch, Deployed, Gradient, State, Uploads, mean, quantized
 from qupel.codebook import Plan
 from qupel.flat import Layout
 from qupel.optim import SGD, Optimizer
@@ -26,6 +25,8 @@ class FineTune:
     lambda_p None: no federation, nothing is sent; `coupling` as in QuPeL. A client without a codebook goes on at full
     precision.
     """
+
+    streams: ClassVar[bool] = True
 
     method: Literal["finetune"] = "finetune"
     eta1: Schedule = Schedule(0.1)
@@ -47,7 +48,7 @@ class FineTune:
     def step(self, s: State, gradient: Gradient, batch: Batch, clock: Clock) -> State:
         eta1, eta2, eta3 = (f(clock.time) for f in (self.eta1, self.eta2, self.eta3))
         lambda_p = self.lambda_p(clock.time) if self.lambda_p else 0.0
-        g = gradient(s.x, batch)
+        g = gradient(s.x, batch, None, "both" if s.codebook else "x")
         codes = s.codebook.assign(s.x)  # every weight sits exactly on its center, so this is its frozen assignment
         moved = []
         for (slot, c), k in zip(s.codebook, codes, strict=True):
@@ -71,8 +72,8 @@ class FineTune:
     def upload(self, state: State) -> Tensor | None:
         return state.w if self.lambda_p else None
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
-        return mean(uploads, shares) if self.lambda_p else w
+    def aggregate(self, w: Tensor, uploads: Uploads) -> Tensor:
+        return mean(uploads) if self.lambda_p else w
 
     def deployed(self, state: State) -> Deployed:
         return quantized(state)

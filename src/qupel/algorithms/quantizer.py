@@ -67,7 +67,7 @@ class Quantizer:
         """g + grad_x f(Q~_c(x)); the second term is taken as 0 in hard mode."""
         if self.mode == "hard" or not codebook:
             return g
-        upstream = gradient(self.quantized(x, codebook), batch)
+        upstream = gradient(self.quantized(x, codebook), batch, None, "quantized")
         for slot, c in codebook:
             part = upstream[..., slot.slice]  # (..., n)
             part[...], _ = soft_gradient(x[..., slot.slice], c, self.steepness(c), part)
@@ -88,7 +88,7 @@ class Quantizer:
         if not codebook or self.eta2(clock.time) == 0:
             return [torch.zeros_like(c) for c in codebook.centers]
         q = near.q if self.mode == "hard" else self.quantized(x, codebook)
-        upstream = gradient(q, batch, codebook.slots)
+        upstream = gradient(q, batch, codebook.slots, "quantized")
         return [
             self._center_gradient(x[..., slot.slice], c, k, upstream[..., slot.slice])
             for (slot, c), k in zip(codebook, near.codes, strict=True)

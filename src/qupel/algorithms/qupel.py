@@ -3,14 +3,13 @@ penalty to a global model w; only w leaves the device. A client without a codebo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Batch, Deployed, Gradient, State, mean, quantized
+from qupel.algorithms.base import Batch, Deployed, Gradient, State, Uploads, mean, quantized
 from qupel.algorithms.quantizer import Quantizer
 from qupel.codebook import Plan
 from qupel.flat import Layout
@@ -26,6 +25,8 @@ class QuPeL:
     and let the personal models go while w keeps learning from them.
     `as_printed` takes the w step with the sign the paper prints, which is ascent; the default is descent.
     """
+
+    streams: ClassVar[bool] = True
 
     method: Literal["qupel"] = "qupel"
     eta1: Schedule = Schedule(0.1)
@@ -59,8 +60,8 @@ class QuPeL:
     def upload(self, state: State) -> Tensor:
         return state.w  # line 10
 
-    def aggregate(self, w: Tensor, uploads: Iterable[Tensor], shares: Iterable[float]) -> Tensor:
-        return mean(uploads, shares)  # line 15
+    def aggregate(self, w: Tensor, uploads: Uploads) -> Tensor:
+        return mean(uploads)  # line 15
 
     def deployed(self, state: State) -> Deployed:
         return quantized(state)  # line 19

@@ -95,7 +95,7 @@ def _run(problem: Problem, method: Local | QuPeL, steps: Steps, T: int, tell: Te
         largest = max(largest, *(float(c.abs().max()) for s in after for c in s.codebook.centers))
         kappa[t] = lambda_p(method, clock) ** 2 * from_mean(np.stack([s.x.numpy() for s in after]))
         uploads = [u for s in after if (u := method.upload(s)) is not None]
-        w = method.aggregate(w, uploads, [1.0] * n) if uploads else w  # the mean of the w_i, at every step
+        w = method.aggregate(w, ((u, 1.0) for u in uploads)) if uploads else w  # the mean of the w_i, at every step
         if (t + 1) % steps.tau == 0:
             after = [method.receive(s, w) for s in after]
         states = after

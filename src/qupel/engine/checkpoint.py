@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ from qupel.files import new_folder, write_atomic, write_json
 class Since:
     """What the rounds since the last line of metrics leave for the next one."""
 
-    losses: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # f(x)
     refused: list[str] = field(default_factory=list)
+    quantized_losses: list[float] = field(default_factory=list)  # f(Q(x))
 
 
 class Checkpoints:
@@ -67,7 +68,7 @@ class Checkpoints:
         w = torch.from_numpy(np.fromfile(folder / "w.bin", dtype=np.float32))
         if len(w) != size:
             raise UserError(f"{folder} holds a model of {len(w)} parameters, this one has {size}")
-        return meta["rounds"], w, Since(meta.get("losses", []), meta.get("refused", [])), folder
+        return meta["rounds"], w, Since(*(meta.get(f.name, []) for f in fields(Since))), folder
 
     def append(self, line: dict[str, Any]) -> None:
         with self.log.open("a") as file:

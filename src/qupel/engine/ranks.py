@@ -31,6 +31,7 @@ from qupel.engine.workers import ROOM
 from qupel.errors import UserError
 from qupel.evaluate import Score
 from qupel.machine import keep_memory
+from qupel.oracle import Losses
 
 USED = {"do": "used"}
 Description = dict[str, Any]  # what a rank builds the job from, as JSON
@@ -86,7 +87,7 @@ class Ranks:
             found = self._next(asked)
         assert found is not None
         what, vector = found
-        return Trained(what["client"], vector if what["sent"] else None, what["loss"], what["fault"])
+        return Trained(what["client"], vector if what["sent"] else None, Losses(*what["loss"]), what["fault"])
 
     def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
         mine, asked = self._share("evaluate", round, w, clients)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, tee
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,17 +16,16 @@ import torch
 from torch import Tensor
 
 from qupel import diagnostics
-from qupel.algorithms.base import Deployed
+from qupel.algorithms.base import Deployed, streams
 from qupel.data.batches import batch
+from qupel.engine import scores
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.job import Job
-from qupel.engine.shard import Judged, Trained, mean_or_nan
+from qupel.engine.shard import Judged, Trained, mean_losses
 from qupel.errors import UserError
 from qupel.evaluate import Score
 from qupel.flat import Layout
-from qupel.oracle import Diverged, Oracle
-
-MANY_CLIENTS = 200  # above this a line of metrics has no per-client lists
+from qupel.oracle import Diverged, Losses, Oracle
 
 
 class Engine(Protocol):
@@ -56,7 +55,8 @@ class Progress:
 
     round: int  # rounds done
     rounds: int
-    loss: float
+    loss: float  # f(x), NaN where no client evaluated it
+    loss_quantized: float  # f(Q(x)), of the clients that are quantized
     line: dict[str, Any] | None  # the metrics, when this round was evaluated
     refused: Sequence[str]
 
@@ -89,20 +89,25 @@ def run(
         if found:
             start, w, since, states = found
         lines = checkpoints.lines(start, lines)
+        scores.attach(checkpoints.log.parent, lines, len(job.parts))
     if states is not None:
         engine.load(states)
     w = w.to(initial.device)
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
+    drawn = {client for round in range(start) for client in job.cohort(round)} if job.sample < 1 else set()
     for round in range(start, job.rounds):
         w, loss, refused, sent, drift = one_round(job, engine, round, w)
-        since.losses.append(loss)
+        drawn.update(job.cohort(round))
+        since.losses.append(loss.x)
+        since.quantized_losses.append(loss.quantized)
         since.refused.extend(refused)
         phase, within = job.locate(round)
         last = within == job.phases[phase].rounds - 1
         line = None
         if last or (round + 1) % job.evaluate_every == 0:
             judged = sorted(engine.evaluate(round, w, job.judged(round)), key=lambda j: j.client)
-            line = metrics(job, round, judged, mean_or_nan(since.losses), since.refused, sent)
+            losses = mean_losses([Losses(*pair) for pair in zip(since.losses, since.quantized_losses, strict=True)])
+            line = metrics(job, round, judged, losses, since.refused, sent, len(job.parts) - len(drawn))
             if job.diagnostics != "off":
                 line["diagnostics"] = diagnostics.summary(
                     job.phases[phase].method,
@@ -115,24 +120,25 @@ def run(
                 )
             line["seconds"] = round_to(spent + time.monotonic() - began)
             since = Since()
-            lines.append(line)
+            lines = [*map(scores.short, lines), line]
         stop = should_stop() and round + 1 < job.rounds
         if checkpoints:
             if line:
-                checkpoints.append(line)
+                checkpoints.append(scores.keep(checkpoints.log.parent, line))
             every = job.checkpoint_every or job.evaluate_every
             if stop or (round + 1) % every == 0 or round + 1 == job.rounds:
                 checkpoints.save(round + 1, w, since, engine.save)
-        watch(Progress(round + 1, job.rounds, loss, line, refused))
+        watch(Progress(round + 1, job.rounds, *loss, line, refused))
         if stop:
             raise Stopped(f"stopped after round {round + 1} of {job.rounds}")
     return Finished(w, lines)
 
 
-def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, float, list[str], int, float | None]:
-    """(new w, mean loss, who was refused and why, bytes a client sent, with diagnostics the drift of the uploads).
+def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, Losses, list[str], int, float | None]:
+    """(new w, mean losses, who was refused and why, bytes a client sent, with diagnostics the drift of the uploads).
 
     Uploads are added in client order as they come, so that no engine needs room for all of them."""
+    method = job.phases[job.locate(round)[0]].method
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
     sent = 0
@@ -145,14 +151,12 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
                 sent = max(sent, 4 * len(w) if d.wire is None else d.wire)
                 if job.diagnostics != "off":
                     moved.append((job.share(d.client), diagnostics.apart(d.upload, w)))
-                yield d.upload, job.share(d.client)
+                yield d.upload if streams(method) else d.upload.clone(), job.share(d.client)
 
     found, new = sound(), w
     first = next(found, None)
     if first is not None:
-        phase, _ = job.locate(round)
-        uploads, shares = tee(chain([first], found))
-        new = job.phases[phase].method.aggregate(w, (u for u, _ in uploads), (s for _, s in shares))
+        new = method.aggregate(w, chain([first], found))
         for _ in found:  # clients train even where the server looks at no upload
             pass
     refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
@@ -160,14 +164,15 @@ def one_round(job: Job, engine: Engine, round: int, w: Tensor) -> tuple[Tensor, 
     if refused and (job.on_bad_upload == "stop" or len(refused) == len(done)):
         raise Failed(f"{refused[0]}. {hint}")
     # a client of a federation over machines may keep its loss to itself
-    loss = mean_or_nan([d.loss for d in done if not d.fault and not math.isnan(d.loss)])
+    loss = mean_losses([d.loss for d in done if not d.fault])
     return new, loss, refused, sent, diagnostics.drift(moved, w, new) if moved else None
 
 
 def metrics(
-    job: Job, round: int, judged: Sequence[Judged], loss: float, refused: Sequence[str], sent: int
+    job: Job, round: int, judged: Sequence[Judged], losses: Losses, refused: Sequence[str], sent: int, never: int
 ) -> dict[str, Any]:
-    """One line of metrics.jsonl. Accuracies are fractions; without class labels the mean test loss stands for them."""
+    """One line of metrics.jsonl. Accuracies are fractions; without class labels the mean test loss stands for them.
+    never: how many clients have taken part in no round so far."""
     phase, _ = job.locate(round)
     line: dict[str, Any] = {
         "round": round + 1,
@@ -175,13 +180,17 @@ def metrics(
         "method": job.phases[phase].method.method,
         "step": (round + 1) * job.local_steps,
         "epoch": (round + 1) * job.local_steps / job.steps_per_epoch,
-        "loss": loss,
         "bits": float(np.mean([j.bits for j in judged])),
         "model_bytes": float(np.mean([j.bytes for j in judged])),
         "upload_bytes": sent,
         "dead_centers": sum(j.dead for j in judged),
         "refused": list(refused),
     }
+    line |= {
+        f"train_{name}": v for name, v in zip(("loss", "loss_quantized"), losses, strict=True) if not math.isnan(v)
+    }
+    if never:
+        line["never_took_part"] = never
     for name in ("test", "validation", "float_test"):
         scores = [getattr(j, name) for j in judged if getattr(j, name).count]
         if scores:
@@ -189,14 +198,13 @@ def metrics(
             line[f"{name}_loss"] = float(np.mean([s.loss for s in scores]))
     if weights := [j.weights for j in judged if j.weights]:
         line["weights"] = weights
-    if len(judged) <= MANY_CLIENTS:
-        line["clients"] = {
-            "test": [value(j.test) if j.test.count else None for j in judged],
-            "bits": [j.bits for j in judged],
-            "bytes": [j.bytes for j in judged],
-        }
-        if len(judged) < len(job.parts):  # some were not there to be judged
-            line["clients"]["number"] = [j.client for j in judged]
+    line["clients"] = {
+        "test": [value(j.test) if j.test.count else None for j in judged],
+        "bits": [j.bits for j in judged],
+        "bytes": [j.bytes for j in judged],
+    }
+    if len(judged) < len(job.parts):  # some were not there to be judged
+        line["clients"]["number"] = [j.client for j in judged]
     return line
 
 

@@ -21,17 +21,17 @@ from qupel.engine.job import Job
 from qupel.engine.store import DiskStore, MemoryStore, Store, restore, snapshot
 from qupel.engine.weights import shown_clients, told
 from qupel.evaluate import EVALUATION_BATCH, Judge, Score
-from qupel.oracle import Diverged, Oracle
+from qupel.oracle import Diverged, Losses, Oracle
 from qupel.quantize import dead_centers
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A client's round: what it sends (None: nothing), its mean loss, or why its round does not count."""
+    """A client's round: what it sends (None: nothing), its mean losses, or why its round does not count."""
 
     client: int
     upload: Tensor | None
-    loss: float
+    loss: Losses
     fault: str | None = None
     wire: int | None = None  # bytes of the upload where it was encoded; None: 4 a number
 
@@ -69,12 +69,11 @@ class Shard:
         """A client's state in a phase, having received w; converted from the phase it last took part in."""
         job = self.job
         found = self.store.get(client, w)
-        at, state = found if found else (-1, State(self.initial, self.initial))
+        at, state = found if found else (-1, State(w, w))  # a newcomer's model is the server's newest
         if at >= 0:
             state = job.phases[at].method.receive(state, w)
         for k in range(at + 1, phase + 1):
             method = job.phases[k].method
-            # A state that comes from no phase starts from the initial model, as every client does.
             state = method.receive(self._start(k, state, job.plans[client]), w)
         return state
 
@@ -96,21 +95,27 @@ class Shard:
         phase, _ = job.locate(round)
         method = job.phases[phase].method
         for client in clients:
-            state, losses = self.state(client, phase, w), []
+            state, losses = self.state(client, phase, w), list[Losses]()
             picked = self._rows(client, round)  # (tau, b)
+            upload, fault = None, None
             try:
-                for local in range(job.local_steps):
-                    batch = self._batch(client, round * job.local_steps + local, picked[local])
-                    state = method.step(state, self.oracle, batch, job.clock(round, local))
-                    losses.append(self.oracle.loss_value)
-                upload = method.upload(state)
+                with np.errstate(invalid="ignore", over="ignore"):  # a client that diverges is refused
+                    for local in range(job.local_steps):
+                        batch = self._batch(client, round * job.local_steps + local, picked[local])
+                        self.oracle.losses = Losses()
+                        state = method.step(state, self.oracle, batch, job.clock(round, local))
+                        losses.append(self.oracle.losses)
+                    upload = method.upload(state)
                 fault = screen(upload, len(w)) or sound(state)
                 fault = f"round {round + 1}: {fault}" if fault else None
-            except Diverged as e:
-                upload, fault = None, f"round {round + 1}, step {len(losses) + 1}: {e.where}"
+            except Exception as e:
+                where = e.where if isinstance(e, Diverged) else sound(state)
+                if where is None:
+                    raise  # not for want of finite numbers
+                fault = f"round {round + 1}, step {len(losses) + 1}: {where}"
             if fault is None and keeps_state(method):
                 self.store.put(client, phase, state)
-            yield Trained(client, upload if fault is None else None, mean_or_nan(losses), fault)
+            yield Trained(client, upload if fault is None else None, mean_losses(losses), fault)
 
     def _rows(self, client: int, round: int) -> np.ndarray:
         """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""
@@ -143,6 +148,7 @@ class Shard:
         ends = within == self.job.phases[phase].rounds - 1
         clock = self.job.clock(round, self.job.local_steps - 1)
         probe = None if self.job.diagnostics == "off" else Probe(method, w, clock)
+        made = self.job.steps_made(round) if probe else {}
         for client in clients:
             state = self.state(client, phase, w)
             model = method.deployed(state)
@@ -154,7 +160,7 @@ class Shard:
             dead = sum(len(dead_centers(k, len(c))) for (_, c), k in zip(model.codebook, codes, strict=True))
             size = model_bytes(len(model.x) + self.layout.frozen, model.codebook)
             weights = told(client, state.x, model, with_weights=ends) if client in self.shown else None
-            seen = probe.look(state, self._probed(client, round)) if probe else None
+            seen = probe.look(state, self._probed(client, round), made.get(client)) if probe else None
             yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead, weights, seen)
 
     def _probed(self, client: int, round: int) -> ClientLoss:
@@ -198,6 +204,11 @@ def sound(state: State) -> str | None:
 def all_finite(tensor: Tensor) -> bool:
     """A finite sum has finite terms, and takes a fortieth of the time of looking at each; any other may be theirs."""
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+
+
+def mean_losses(losses: Sequence[Losses]) -> Losses:
+    """Of each kind the mean of those that were evaluated."""
+    return Losses(*(mean_or_nan([v for v in kind if not math.isnan(v)]) for kind in zip(*losses, strict=True)))
 
 
 def mean_or_nan(values: Sequence[float]) -> float:

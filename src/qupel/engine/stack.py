@@ -17,9 +17,9 @@ from torch import Tensor
 from qupel.algorithms.base import State, keeps_state
 from qupel.data.batches import batch
 from qupel.engine.job import Job
-from qupel.engine.shard import Shard, Trained, all_finite, mean_or_nan, screen, sound
+from qupel.engine.shard import Shard, Trained, all_finite, mean_losses, screen, sound
 from qupel.engine.store import flatten
-from qupel.oracle import StackOracle
+from qupel.oracle import Losses, StackOracle
 
 STACK = 2**20  # numbers in x of a stack (k, d), 4 MB: more would leave the processor's caches
 MOST = 128  # clients in a stack; more gain nothing
@@ -73,18 +73,23 @@ class StackedShard(Shard):
         phase, _ = job.locate(round)
         method, state = job.phases[phase].method, together(list(members.values()))
         rows = np.stack([self._rows(client, round) for client in clients], axis=1)  # (tau, k, b)
-        losses: list[list[float]] = [[] for _ in clients]
+        losses: list[list[Losses]] = [[] for _ in clients]
         faults: dict[int, str] = {}
         oracle.faults = {}
-        with np.errstate(invalid="ignore", over="ignore"):  # a client that diverges goes on, and is refused
-            for local in range(job.local_steps):
-                inputs = self._batches(clients, round * job.local_steps + local, rows[local])
-                state = method.step(state, oracle, inputs, job.clock(round, local))
-                for row, loss in enumerate(oracle.loss_values.tolist()):
-                    if row in oracle.faults:
-                        faults.setdefault(row, f"round {round + 1}, step {local + 1}: {oracle.faults[row]}")
-                    else:
-                        losses[row].append(loss)
+        try:
+            with np.errstate(invalid="ignore", over="ignore"):  # a client that diverges goes on, and is refused
+                for local in range(job.local_steps):
+                    inputs = self._batches(clients, round * job.local_steps + local, rows[local])
+                    oracle.losses = Losses()
+                    state = method.step(state, oracle, inputs, job.clock(round, local))
+                    for row, told in enumerate(each_of(oracle.losses, len(clients))):
+                        if row in oracle.faults:
+                            faults.setdefault(row, f"round {round + 1}, step {local + 1}: {oracle.faults[row]}")
+                        else:
+                            losses[row].append(told)
+        except Exception:  # whose fault it is shows when they are trained one by one
+            yield from super().train(round, w, clients)
+            return
         uploads = method.upload(state)
         # one look at all of them
         clean = sound(state) is None and (uploads is None or uploads is state.x or all_finite(uploads))
@@ -97,7 +102,7 @@ class StackedShard(Shard):
                 fault = f"round {round + 1}: {fault}" if fault else None
             if fault is None and keeps:
                 self.store.put(client, phase, one_of(state, row, w))
-            yield Trained(client, upload if fault is None else None, mean_or_nan(losses[row]), fault)
+            yield Trained(client, upload if fault is None else None, mean_losses(losses[row]), fault)
 
     def _batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """The clients' batches of a step, rows (k, b) of the data set: inputs (k, b, ...), targets (k, b, ...)."""
@@ -132,6 +137,12 @@ def together(states: Sequence[State]) -> State:
     memory = (stack(m) for m in zip(*(s.memory for s in states), strict=True))
     codebook = states[0].codebook.with_centers(centers)
     return State(stack([s.x for s in states]), stack([s.w for s in states]), codebook, tuple(memory))
+
+
+def each_of(losses: Losses, k: int) -> list[Losses]:
+    """The losses (k,) of a stack, client by client."""
+    kinds = ([kind] * k if isinstance(kind, float) else kind.tolist() for kind in losses)
+    return [Losses(*pair) for pair in zip(*kinds, strict=True)]
 
 
 def one_of(state: State, row: int, w: Tensor) -> State:

@@ -30,6 +30,7 @@ from qupel.engine.stack import open_shard
 from qupel.errors import UserError
 from qupel.flat import Layout
 from qupel.machine import keep_memory
+from qupel.oracle import Losses
 
 ROOM = 4  # bunches of uploads that a worker may be ahead of the server
 BUNCH = 2**17  # numbers in a bunch: small models are sent some dozens at a time, large ones one by one
@@ -140,7 +141,7 @@ class Workers:
 
     def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
         """In client order. A worker has room for a few bunches of uploads; it goes on when one has been used."""
-        early: dict[int, tuple[int | None, float, str | None, bool]] = {}
+        early: dict[int, tuple[int | None, Losses, str | None, bool]] = {}
         answers = self._ask("train", round, w, clients)
         for client in clients:  # in ascending order, as each worker takes its own
             while client not in early:
@@ -243,7 +244,7 @@ class _Desk:
 
     def train(self, round: int, clients: Sequence[int]) -> None:
         room, size = len(self.uploads), len(self.uploads) // ROOM
-        bunch: list[tuple[int, int | None, float, str | None]] = []
+        bunch: list[tuple[int, int | None, Losses, str | None]] = []
         for k, done in enumerate(self.shard.train(round, self.w.clone(), clients)):
             if k >= room and k % size == 0:
                 self._wait_until_used()

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 # key of a line of metrics -> name on the board; by step, so that schemes with other rounds compare
 SCALARS = {
-    "loss": "loss/train",
+    "train_loss": "loss/train",
+    "train_loss_quantized": "loss/train quantized",
     "test_loss": "loss/test",
     "test": "accuracy/test",
     "validation": "accuracy/validation",

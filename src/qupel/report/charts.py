@@ -22,6 +22,7 @@ from qupel.report.tables import Result
 LIGHT = ("#2264d8", "#d27f41", "#116108", "#5b3176", "#2fa0c6", "#b94371")
 DARK = ("#3d86f0", "#fa8f0e", "#5bcfa5", "#c28ce9", "#92edfe", "#c57a92")
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4", "1 4")
+MOST_DOTS = 20_000  # more clients than that are not drawn one by one
 
 Chart = dict[str, Any]
 
@@ -132,7 +133,8 @@ def _lines(c: Comparison, value: Callable[[dict[str, Any]], float | None]) -> li
 
 
 def clients(c: Comparison) -> Chart | None:
-    """Every client's last test accuracy, a row for each series and bit width; None where no run tells its clients."""
+    """Every client's last test accuracy, a row for each series and bit width; None where no run tells its clients, or
+    where they are too many to be drawn."""
     rows: list[Chart] = []
     for k, s in enumerate(c.series):
         points: dict[float, list[tuple[float, int, int]]] = {}  # bits -> (accuracy, client, seed)
@@ -148,6 +150,8 @@ def clients(c: Comparison) -> Chart | None:
             rows.append(row | {"values": _numbers(values), "clients": list(who), "seeds": list(seeds)})
     if max((max(row["clients"]) for row in rows), default=0) == 0:
         return None  # one client, or nothing told
+    if sum(len(row["values"]) for row in rows) > MOST_DOTS:
+        return None
     return {"kind": "dots", "x": "test accuracy, %", "unit": "%", "rows": rows}
 
 

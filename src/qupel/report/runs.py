@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qupel.engine import scores
 from qupel.errors import UserError
 from qupel.report.paper import NOTES
 from qupel.report.tables import Result
@@ -61,7 +62,10 @@ def load_run(folder: Path, name: str) -> Run:
     if not isinstance(config, dict) or not {"methods", "seeds", "split", "data"} <= set(config):
         raise UserError(f"{folder / 'config.json'} is not the config of a run")
     order = {label: k for k, label in enumerate(config["methods"])}
-    results = [_read(path) for path in sorted(folder.glob("cells/*/result.json"))]
+    paths = sorted(folder.glob("cells/*/result.json"))
+    results = [_read(path) for path in paths]
+    for path, result in zip(paths, results, strict=True):
+        scores.attach(path.parent, result["lines"])
     results = sorted((r for r in results if r["label"] in order), key=lambda r: (order[r["label"]], r["seed"]))
     if not results:
         raise UserError(f"{folder} has no finished cell yet (cells/*/result.json)")

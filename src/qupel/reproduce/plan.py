@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from qupel.config import Config, explain, merge, validate
 from qupel.errors import UserError
-from qupel.experiment import Cell, cells, result_file
+from qupel.experiment import Cell, cells, read_result, result_file
 from qupel.files import write_json
 from qupel.report.paper import AT, place
 
@@ -82,7 +82,7 @@ def read_config(run: Path) -> Config:
 def results(run: Path, config: Config) -> list[dict[str, Any]]:
     """The results of the cells that are done, in their order."""
     found = (result_file(run, cell) for cell in cells(config))
-    return [json.loads(path.read_text()) for path in found if path.exists()]
+    return [read_result(path) for path in found if path.exists()]
 
 
 # --- what is done and what is left ---
