@@ -379,8 +379,11 @@ def run_cell(
             watch=lambda p: watch(cell, p),
             should_stop=should_stop,
         )
-        if config.save_models:
+        files = (
             save_models(config, cell, built, engine, finished.w, folder, finished.lines[-1])
+            if config.save_models
+            else None
+        )
     result = {
         "label": cell.label,
         "seed": cell.seed,
@@ -393,6 +396,7 @@ def run_cell(
         "machine": {**machine(), "device": device_name(device)},
         "engine": json.loads((folder / RECORD).read_text()),
         "data_note": job.data.note,
+        **({} if files is None else {"files": files}),  # bytes of each client's
         "lines": finished.lines,
     }
     write_json(done, json.loads(json.dumps(result, default=str)))
@@ -455,12 +459,14 @@ def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None
 
 def save_models(
     config: Config, cell: Cell, job: Job, engine: Engine, w: Tensor, folder: Path, line: dict[str, Any]
-) -> None:
-    """models/client-000.safetensors and so on: what each client ships, packed and checked against its budget."""
+) -> list[int]:
+    """models/client-000.safetensors and so on: what each client ships, packed and checked against its budget. Returns
+    the bytes of each file."""
     target = folder / "models"
     target.mkdir(exist_ok=True)
     judge, data = Judge(job.module, job.loss), job.data
     budgets = [parse_size(text) for text in config.budgets()]
+    sizes = []
     for client in range(len(job.parts)):
         model = engine.deployed(job.rounds - 1, w, client).cpu()
         module = judge.load(model.x, job.calibration(client))
@@ -470,6 +476,8 @@ def save_models(
         written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
         if allowed is not None and written > allowed:
             raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {allowed}")
+        sizes.append(written)
+    return sizes
 
 
 def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
