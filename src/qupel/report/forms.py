@@ -51,8 +51,6 @@ def _form(runs: Sequence[Run], alone: bool) -> Form:
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     legend = "Test accuracy in percent after the last round, mean ± std over seeds"
     if not one:
-        for row, cells in zip(rows, body, strict=True):
-            cells[head.index("gain")] += significance.mark(row.p)
         legend += "; worst 10%: mean of the worst tenth of the clients; spread: std over clients"
         if any(r.gain is not None for r in rows):
             legend += f". {GAIN.format(first=first)}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qupel.report.significance import Gain, over_seeds, seed_difference
+from qupel.report.significance import Gain, mark, over_seeds, seed_difference
 
 Result = dict[str, Any]  # a cell's result.json
 
@@ -150,7 +150,7 @@ def federation_table(table: Sequence[Row], intervals: bool = True) -> tuple[list
     for r, taken in zip(table, _sizes(table), strict=True):
         shown = [_number(r.by_bits[b]) if b in r.by_bits else "" for b in widths]
         chosen = [_number(r.selected)] if selected else []
-        gain = "" if r.gain is None else f"{r.gain:+.1f}"
+        gain = "" if r.gain is None else f"{r.gain:+.1f}{mark(r.p)}"
         interval = "" if r.low is None else f"{r.low:+.1f} to {r.high:+.1f}"
         p = "" if r.p is None else ("<1e-4" if r.p < 1e-4 else f"{r.p:.4f}")
         body.append(
@@ -247,9 +247,9 @@ def sentence(table: Sequence[Row]) -> str:
         return f"{first.label} reaches {first.mean:.1f} % with models of {size(first.shipped_bytes)}."
     parts = []
     for r in others:
-        difference = first.mean - r.mean if r.gain is None else r.gain
-        if not math.isfinite(difference):
+        if not math.isfinite(first.mean - r.mean):
             continue
+        difference = first.mean - r.mean if r.gain is None else r.gain
         word = "above" if difference > 0 else "below"
         sure = "" if r.p is None or r.p < 0.05 else " (not significant)"
         parts.append(f"{abs(difference):.1f} points {word} {r.label}{sure}")
