@@ -251,10 +251,9 @@ def sentence(table: Sequence[Row]) -> str:
             continue
         difference = first.mean - r.mean if r.gain is None else r.gain
         word = "above" if difference > 0 else "below"
-        sure = "" if r.p is None or r.p < 0.05 else " (not significant)"
+        sure = " (not tested)" if r.p is None else "" if r.p < 0.05 else " (not significant)"
         parts.append(f"{abs(difference):.1f} points {word} {r.label}{sure}")
     full = max(max(r.shipped_bytes, r.upload_bytes) for r in table)
     ratio = full / first.shipped_bytes
     small = f", with models 1/{ratio:.0f} of the full-precision size" if ratio >= 1.5 else ""
-    alone = " One seed cannot tell these differences from chance." if first.seeds < 2 else ""
-    return f"{first.label} ends {', '.join(parts)}{small}.{alone}" if parts else ""
+    return f"{first.label} ends {', '.join(parts)}{small}." if parts else ""
