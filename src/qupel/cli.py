@@ -203,18 +203,20 @@ def _rounds(config: Any) -> int:
 def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float) -> None:
     from qupel.files import write_atomic, write_json
     from qupel.report import figures, significance, tables
+    from qupel.report.forms import GAIN
 
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     note = results[0]["data_note"]
-    said = "" if one else tables.sentence(rows) + "\n"
+    said = "" if one else tables.sentence(rows)
     write_json(folder / "summary.json", [asdict(r) for r in rows])
-    write_atomic(folder / "summary.md", tables.markdown(head, body) + (f"\n{note}\n" if note else "") + f"\n{said}")
+    texts = (tables.markdown(head, body), note, said, "" if one else GAIN.format(first=rows[0].label))
+    write_atomic(folder / "summary.md", "\n".join(f"{text.strip()}\n" for text in texts if text))
     seeds = len({r["seed"] for r in results})
     if not one:
         head, body = tables.federation_table(rows, intervals=False)
     out.print(number_table(head, body, f"test accuracy after the last round, mean ± std over {seeds} seed(s)"))
-    for text in (note, said.strip()):
+    for text in (note, said):
         if text:
             out.print(text)
     engines = {r["label"]: r["engine"] for r in results if "engine" in r}
