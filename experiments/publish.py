@@ -38,8 +38,8 @@ def section(folder: Path) -> Section:
 def compact(result: tables.Result) -> tables.Result:
     """What a table is made of: the curve, and at its end every client's accuracy, bits and bytes."""
     lines = [{k: _short(line[k]) for k in LINE if k in line} for line in result["lines"]]
-    last = result["lines"][-1]["clients"]
-    lines[-1]["clients"] = {k: [_short(v) for v in last[k]] for k in ("test", "bits", "bytes")}
+    if last := result["lines"][-1].get("clients"):  # none where there are many
+        lines[-1]["clients"] = {k: [_short(v) for v in last[k]] for k in ("test", "bits", "bytes")}
     files = {"files": result["files"]} if "files" in result else {}
     about = {"label": result["label"], "seed": result["seed"], "seconds": _short(result["seconds"])}
     return {**about, **files, "lines": lines}

@@ -7,13 +7,23 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from qupel.algorithms import State
+from qupel.evaluate import Judge
+from qupel.optim import Adam
+from qupel.prox import prox_weights
+from qupel.quantize import init_centers
+from qupel.recipes import RECIPES, Budget, Settings
 from qupel.report import paper, tables
 from qupel.report.significance import over_seeds, seed_difference
+from qupel.reproduce import plan
 from qupel.reproduce.publish import rewrite
+from qupel.schedule import Clock, Schedule
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -209,6 +219,36 @@ def test_every_number_of_readme_is_checked():
 
 
 # --- other pages ---
+
+
+def test_what_method_md_says_of_the_code():
+    """Each deviation that the page names, in the code."""
+    said = plain((ROOT / "docs" / "method.md").read_text())
+    budget = Budget(rounds=7, local_steps=2, epoch_steps=2)
+    settings = Settings(**RECIPES["qupel-paper"].defaults)
+    main, tail = (p.method for p in RECIPES["qupel-paper"].phases(settings, budget))
+    assert main.as_printed
+    x, w = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    still = replace(tail, eta1=Schedule(0.0), optimizer=Adam())
+    before = State(x, w, memory=tuple(torch.full_like(m, 3) for m in Adam().memory(x)))
+    state = still.start(before, {}, None)
+    assert all(not m.any() for m in state.memory)
+    assert "the optimizer's memory (momentum, Adam) starts anew" in said
+    state = still.step(state, lambda x, batch: torch.zeros_like(x), (), Clock(0, 2, 2))
+    assert torch.equal(state.w, 0.125 * x)  # toward x: the corrected sign
+    assert "so w goes on there with the corrected sign" in said
+    weights = torch.tensor([-3.0, -1.0, 2.0, 6.0])
+    assert init_centers(weights, 1, "paper").tolist() == [-2, 4]
+    assert "1 bit: the mean of its negative and the mean of its positive weights" in said
+    assert prox_weights(torch.tensor([0.5]), torch.tensor([0.0, 2.0]), 0.2).tolist() == pytest.approx([0.4])
+    assert "the 1/2 of R above" in said
+    assert all(plan.build("table1", scale, 1).data.augment for scale in ("small", "paper"))
+    assert "random flip and crop (`data.augment`), at the scales `small` and `paper`" in said
+    judge = Judge(torch.nn.BatchNorm1d(1), torch.nn.functional.mse_loss)
+    data = torch.tensor([[1.0], [3.0]])
+    found = judge.load(torch.ones(2), [(data, data)])
+    assert (found.running_mean.item(), found.training) == (2.0, False)
+    assert "measured on the deployed, quantized model with each client's own training data" in said
 
 
 def test_the_page_on_the_paper_has_the_tables_numbers():
