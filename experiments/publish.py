@@ -79,7 +79,7 @@ def _short(value: Any) -> Any:
 def _origin(run: Any) -> str:
     machine, command = run.results[0]["machine"], "train" if run.one_place else "run"
     told = f"`qupel {command} experiments/{run.name}.toml --out runs/{run.name}`"
-    if not (HERE / f"{run.name}.toml").exists():
+    if run.name == "demo":
         told = "`make demo` (`qupel run`)"
     minutes = sum(r["seconds"] for r in run.results) / 60
     return (

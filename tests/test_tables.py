@@ -101,6 +101,9 @@ def test_without_clients_seeds_are_compared_by_their_means():
     row = tables.rows([*a, *b])[1]
     assert row.gain == pytest.approx(20)
     assert row.p is not None
+    for line_, who in ((a[0]["lines"][0], [0, 1]), (b[0]["lines"][0], [0, 7])):  # other clients were there to be judged
+        line_["clients"] = {"test": [0.9, 0.9], "bits": [2.0, 2.0], "bytes": [1, 1], "number": who}
+    assert tables.rows([*a, *b])[1].gain == pytest.approx(20)
 
 
 def test_pairs_are_matched_by_seed():

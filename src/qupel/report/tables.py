@@ -123,9 +123,10 @@ def gain(ours: Sequence[Result], others: Sequence[Result]) -> Gain | None:
 
 
 def _difference(a: dict[str, Any], b: dict[str, Any]) -> float | None:
-    lists = [line.get("clients", {}).get("test") for line in (a, b)]
-    if None in lists or len(lists[0]) != len(lists[1]):
-        lists = [[a["test"]], [b["test"]]]
+    told = [line.get("clients", {}) for line in (a, b)]
+    lists = [clients.get("test", []) for clients in told]
+    if not lists[0] or len(lists[0]) != len(lists[1]) or told[0].get("number") != told[1].get("number"):
+        lists = [[a["test"]], [b["test"]]]  # clients are not told, or not the same ones
     ours, others = ([math.nan if v is None else 100 * v for v in values] for values in lists)
     return seed_difference(ours, others)
 
