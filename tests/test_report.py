@@ -110,6 +110,19 @@ def test_size_points_by_hand(tmp_path):
     means = [100 * np.mean(r["lines"][-1]["clients"]["test"][1::2]) for r in told]
     assert three["y"] == pytest.approx(np.mean(means), rel=1e-5)
     assert three["std"] == pytest.approx(np.std(means, ddof=1), rel=1e-4)
+    saved = [{**r, "files": [34_000 + 15_000 * (i % 2) for i in range(20)]} for r in told]
+    points = charts.sizes(compared(write_run(tmp_path / "saved", saved)))["points"]
+    assert [p["x"] for p in points] == [34_000, 49_000]  # the files themselves
+
+
+def test_sizes_of_files_are_read_from_the_folder_of_an_older_run(tmp_path):
+    folder = write_run(tmp_path / "r", results(seeds=(0,), labels=["A"]))
+    models = folder / "cells" / "000" / "models"
+    models.mkdir()
+    for i in range(20):
+        (models / f"client-{i:03d}.safetensors").write_bytes(b"x" * (100 + i))
+    (run,) = load_runs([folder])
+    assert run.results[0]["files"] == list(range(100, 120))
 
 
 def test_centers_and_histograms_of_the_first_seed(tmp_path):

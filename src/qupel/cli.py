@@ -53,7 +53,7 @@ Vectorize = Annotated[
 ]
 
 DEMO = """
-seeds = [0, 1, 2]
+seeds = [0, 1, 2, 3, 4]
 bits = [2, 3]
 rounds = 10
 evaluate_every = 2
@@ -200,15 +200,17 @@ def _rounds(config: Any) -> int:
 
 
 def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float) -> None:
-    from qupel.report import figures, tables
+    from qupel.report import figures, significance, tables
 
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     note = results[0]["data_note"]
-    said = "" if one else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows)) + "\n"
+    said = "" if one else tables.sentence(rows)
     seeds = len({r["seed"] for r in results})
+    if not one:
+        head, body = tables.federation_table(rows, intervals=False)
     out.print(number_table(head, body, f"test accuracy after the last round, mean ± std over {seeds} seed(s)"))
-    for text in (note, said.strip()):
+    for text in (note, said):
         if text:
             out.print(text)
     if layers := dict.fromkeys(name for r in results for name in r.get("quantized", ())):
@@ -220,7 +222,7 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
         if told:
             out.print(f"[dim]clients were trained {how}: {told}[/dim]", highlight=False)
     if not one:
-        out.print(f"[dim]gain: {rows[0].label} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
+        out.print(f"[dim]gain: {rows[0].label} minus the method; p: {significance.WORDS}[/dim]")
     figures.comparison_picture(results, rows, folder / "summary.png")
     out.print(f"[dim]{seconds:.0f} s; everything is in {folder}, a picture in summary.png[/dim]")
     out.print(f"[dim]a page to look at: qupel report {folder} --open[/dim]")

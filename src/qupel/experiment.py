@@ -257,6 +257,7 @@ def run_experiment(
     reuse: other run directories; a cell that one of them has done with the same settings is taken over.
     device: where models and data live; on any but the CPU all clients are trained in this process.
     """
+    from qupel.report.runs import read_result
     from qupel.report.summary import write_summary  # with scipy, which no worker needs
 
     place = check_device(device)
@@ -354,13 +355,6 @@ def result_file(out: Path, cell: Cell) -> Path:
     return out / "cells" / cell.name / "result.json"
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """A cell's result, its last line with the scores of every client."""
-    result: dict[str, Any] = json.loads(path.read_text())
-    scores.attach(path.parent, result["lines"])
-    return result
-
-
 def run_cell(
     config: Config,
     cell: Cell,
@@ -391,8 +385,11 @@ def run_cell(
             watch=lambda p: watch(cell, p),
             should_stop=should_stop,
         )
-        if config.save_models:
+        files = (
             save_models(config, cell, built, engine, finished.w, folder, finished.lines[-1])
+            if config.save_models
+            else None
+        )
     result = {
         "label": cell.label,
         "seed": cell.seed,
@@ -406,6 +403,7 @@ def run_cell(
         "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
         "engine": json.loads((folder / RECORD).read_text()),
         "data_note": job.data.note,
+        **({} if files is None else {"files": files}),  # bytes of each client's
         "lines": [scores.short(line) for line in finished.lines],
     }
     write_json(done, json.loads(json.dumps(result, default=str)))
@@ -469,12 +467,14 @@ def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None
 
 def save_models(
     config: Config, cell: Cell, job: Job, engine: Engine, w: Tensor, folder: Path, line: dict[str, Any]
-) -> None:
-    """models/client-000.safetensors and so on: what each client ships, packed and checked against its budget."""
+) -> list[int]:
+    """models/client-000.safetensors and so on: what each client ships, packed and checked against its budget. Returns
+    the bytes of each file."""
     target = folder / "models"
     target.mkdir(exist_ok=True)
     judge, data = Judge(job.module, job.loss), job.data
     budgets = [parse_size(text) for text in config.budgets()]
+    sizes = []
     for client in range(len(job.parts)):
         model = engine.deployed(job.rounds - 1, w, client).cpu()
         module = judge.load(model.x, job.calibration(client))
@@ -484,6 +484,8 @@ def save_models(
         written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
         if allowed is not None and written > allowed:
             raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {allowed}")
+        sizes.append(written)
+    return sizes
 
 
 def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:

@@ -163,7 +163,7 @@ def sizes(c: Comparison) -> Chart:
     for k, s in enumerate(c.series):
         groups: dict[float, list[tuple[float, float]]] = {}  # bits -> per seed (bytes, accuracy)
         for r in s.results:
-            for bits, size, mean in _by_width(r["lines"][-1], few):
+            for bits, size, mean in _by_width(r, few):
                 groups.setdefault(bits, []).append((size, mean))
         for bits, per_seed in sorted(groups.items()):
             size, mean = np.array(per_seed).T
@@ -183,14 +183,16 @@ def _name(s: Series, bits: float, widths: Collection[float]) -> str:
     return f"{s.label}, {width(bits)}" if len(widths) > 1 else s.label
 
 
-def _by_width(line: dict[str, Any], apart: bool) -> list[tuple[float, float, float]]:
+def _by_width(result: Result, apart: bool) -> list[tuple[float, float, float]]:
     """(bits, mean bytes, mean accuracy in percent) of the clients of each bit width; of all where they are not told, or
-    not wanted apart."""
+    not wanted apart. Bytes of the files, of their floors where no models were saved."""
+    line, files = result["lines"][-1], result.get("files", ())
     told = line.get("clients")
     if not told or not apart:
-        return [(line["bits"], line["model_bytes"], 100 * line["test"])]
+        return [(line["bits"], float(np.mean(files)) if files else line["model_bytes"], 100 * line["test"])]
     found: dict[float, list[tuple[float, float]]] = {}
-    for a, bits, size in zip(told["test"], told["bits"], told["bytes"], strict=True):
+    sizes = files if len(files) == len(told["test"]) else told["bytes"]
+    for a, bits, size in zip(told["test"], told["bits"], sizes, strict=True):
         if a is not None:
             found.setdefault(bits, []).append((size, 100 * a))
     return [(bits, float(np.mean([s for s, _ in v])), float(np.mean([a for _, a in v]))) for bits, v in found.items()]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qupel.files import write_atomic, write_json
 from qupel.report import tables
+from qupel.report.forms import GAIN
 from qupel.report.tables import Result
 
 
@@ -18,6 +19,7 @@ def write_summary(results: Sequence[Result], folder: Path, one: bool = False) ->
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     note = results[0]["data_note"]
-    said = "" if one else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows)) + "\n"
+    said = "" if one else tables.sentence(rows)
     write_json(folder / "summary.json", [asdict(r) for r in rows])
-    write_atomic(folder / "summary.md", tables.markdown(head, body) + (f"\n{note}\n" if note else "") + f"\n{said}")
+    texts = (tables.markdown(head, body), note, said, "" if one else GAIN.format(first=rows[0].label))
+    write_atomic(folder / "summary.md", "\n".join(f"{text.strip()}\n" for text in texts if text))

@@ -20,9 +20,10 @@ from pydantic import ValidationError
 
 from qupel.config import Config, explain, merge, validate
 from qupel.errors import UserError
-from qupel.experiment import Cell, cells, read_result, result_file
+from qupel.experiment import Cell, cells, result_file
 from qupel.files import write_json
 from qupel.report.paper import AT, place
+from qupel.report.runs import read_result
 
 SCALES = ("smoke", "small", "paper")
 SIBLINGS = {"table2": ("table3",), "table3": ("table2",)}  # tables that share cells
