@@ -1,46 +1,123 @@
-"""Put a finished run's comparison under docs/results: the table with its command and machine, the numbers, the picture.
+"""Put finished runs under docs/results: a page with table, command and machine, a picture, and the numbers of every
+seed and client, from which the page can be made again.
 
-    python experiments/publish.py runs/NAME [runs/OTHER ...]
-
-The page is named after the first run; tables of further runs are added to it.
+    python experiments/publish.py runs/NAME [runs/OTHER ...]     the page is named after the first run
+    python experiments/publish.py docs/results/NAME.json         the page (a table of the paper, too) from its numbers
 """
 
 import json
-import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-TARGET = Path(__file__).parent.parent / "docs" / "results"
-COMMAND = {True: "train", False: "run"}
+from qupel.util.files import write_atomic
+from qupel.report import figures, tables
+from qupel.report.forms import GAIN
+from qupel.report.runs import load_run
+from qupel.paper.reproduce.publish import rewrite
+
+HERE = Path(__file__).parent
+TARGET = HERE.parent / "docs" / "results"
+LINE = ("round", "phase", "method", "test", "validation", "float_test", "bits", "model_bytes", "upload_bytes")
+FILE = "file: mean bytes of the clients' files."
+FLOOR = "floor: bytes computed from bits and centers, without a file's head and BatchNorm's statistics."
+
+Section = dict[str, Any]  # what is kept of a run: origin, note, one_place, rows, and the cells they come from
 
 
-def section(run: Path) -> str:
-    config = json.loads((run / "config.json").read_text())
-    cells = [json.loads(p.read_text()) for p in sorted(run.glob("cells/*/result.json"))]
-    machine = cells[0]["machine"]
-    command = COMMAND[config["split"]["kind"] == "one"]
-    seconds = sum(cell["seconds"] for cell in cells)
-    told = (
-        f"`qupel {command} experiments/{run.name}.toml --out runs/{run.name}`; seeds {config['seeds']}; "
-        f"{machine['cpus']} CPUs ({machine['processor']}), Python {machine['python']}, torch {machine['torch']}; "
-        f"{seconds / 60:.0f} minutes in all.\n"
+def section(folder: Path) -> Section:
+    run = load_run(folder, folder.name)
+    if len(run.results) < run.cells:
+        raise SystemExit(f"{folder}: {len(run.results)} of {run.cells} cells are done")
+    cells = [compact(result) for result in run.results]
+    about = {"origin": _origin(run), "note": run.note, "one_place": run.one_place}
+    return about | {"rows": rows(cells), "cells": cells}
+
+
+def compact(result: tables.Result) -> tables.Result:
+    """What a table is made of: the curve, and at its end every client's accuracy, bits and bytes."""
+    lines = [{k: _short(line[k]) for k in LINE if k in line} for line in result["lines"]]
+    if last := result["lines"][-1].get("clients"):  # none where there are many
+        lines[-1]["clients"] = {k: [_short(v) for v in last[k]] for k in ("test", "bits", "bytes")}
+    files = {"files": result["files"]} if "files" in result else {}
+    about = {"label": result["label"], "seed": result["seed"], "seconds": _short(result["seconds"])}
+    return {**about, **files, "lines": lines}
+
+
+def rows(cells: list[tables.Result]) -> list[dict[str, Any]]:
+    """The table's rows as JSON has them."""
+    found: list[dict[str, Any]] = json.loads(json.dumps([asdict(r) for r in tables.rows(cells)]))
+    return found
+
+
+def page(name: str, raw: dict[str, Section]) -> str:
+    parts = [_table(part) for part in raw.values()]
+    again = f"`python experiments/publish.py docs/results/{name}.json` makes this page from the numbers kept there.\n"
+    return "\n".join([f"# {name}\n", *parts, again, f"![{name}]({name}.png)\n"])
+
+
+def write(name: str, raw: dict[str, Section], target: Path) -> None:
+    """NAME.md and NAME.json, a line for each row and cell."""
+    sections = []
+    for run, part in raw.items():
+        keys = ",\n".join(f'"{k}": {_lines(v) if isinstance(v, list) else json.dumps(v)}' for k, v in part.items())
+        sections.append(f"{json.dumps(run)}: {{\n{keys}}}")
+    write_atomic(target / f"{name}.json", "{" + ",\n".join(sections) + "}\n")
+    write_atomic(target / f"{name}.md", page(name, raw))
+
+
+def _lines(values: list[Any]) -> str:
+    return "[\n" + ",\n".join(json.dumps(v, separators=(",", ":")) for v in values) + "]"
+
+
+def _short(value: Any) -> Any:
+    """Ten digits are enough to tell any two accuracies apart."""
+    return float(f"{value:.10g}") if isinstance(value, float) else value
+
+
+def _origin(run: Any) -> str:
+    machine, command = run.results[0]["machine"], "train" if run.one_place else "run"
+    told = f"`qupel {command} experiments/{run.name}.toml --out runs/{run.name}`"
+    if run.name == "demo":
+        told = "`make demo` (`qupel run`)"
+    minutes = sum(r["seconds"] for r in run.results) / 60
+    return (
+        f"{told}; seeds {run.config['seeds']}; {machine['cpus']} CPUs ({machine['processor']}), Python "
+        f"{machine['python']}, torch {machine['torch']}; {minutes:.0f} minutes in all."
     )
-    return told + "\n" + (run / "summary.md").read_text()
+
+
+def _table(part: Section) -> str:
+    found = [tables.Row(**{**r, "by_bits": {float(b): v for b, v in r["by_bits"].items()}}) for r in part["rows"]]
+    head, body = tables.training_table(found) if part["one_place"] else tables.federation_table(found)
+    said = "" if part["one_place"] else tables.sentence(found)
+    legend = "Test accuracy in percent after the last round"
+    legend += ", mean ± std over seeds. " if found[0].seeds > 1 else "; one seed: no spread, no test. "
+    legend += FILE if "file" in head else FLOOR
+    legend += "" if part["one_place"] else f" {GAIN.format(first=found[0].label)}"
+    texts = (part["origin"], tables.markdown(head, body).strip(), said, legend, part["note"])
+    return "\n\n".join(filter(None, texts)) + "\n"
 
 
 def main() -> None:
-    runs = [Path(name) for name in sys.argv[1:]]
-    if not runs:
+    paths = [Path(name) for name in sys.argv[1:]]
+    if not paths:
         raise SystemExit(__doc__)
-    TARGET.mkdir(parents=True, exist_ok=True)
-    name = runs[0].name
-    page = f"# {name}\n\n" + "\n".join(section(run) for run in runs)
-    if (runs[0] / "summary.png").exists():
-        shutil.copy(runs[0] / "summary.png", TARGET / f"{name}.png")
-        page += f"\n![{name}]({name}.png)\n"
-    (TARGET / f"{name}.md").write_text(page)
-    raw = {run.name: json.loads((run / "summary.json").read_text()) for run in runs}
-    (TARGET / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n")
+    if paths[0].suffix == ".json":
+        for path in paths:
+            raw = json.loads(path.read_text())
+            if "table" in raw:
+                rewrite(path)
+                continue
+            for part in raw.values():
+                part["rows"] = rows(part["cells"]) if part.get("cells") else part["rows"]
+            write(path.stem, raw, path.parent)
+        return
+    raw = {folder.name: section(folder) for folder in paths}
+    first = raw[paths[0].name]
+    write(paths[0].name, raw, TARGET)
+    figures.comparison_picture(first["cells"], tables.rows(first["cells"]), TARGET / f"{paths[0].name}.png")
 
 
 if __name__ == "__main__":

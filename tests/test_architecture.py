@@ -1,8 +1,10 @@
 """Imports point one way: a room knows those before it, never those behind it; optional packages wait until used."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,19 @@ def test_engines_know_no_concrete_method():
             if module.startswith("qupel.parts.methods"):
                 assert module in {"qupel.parts.methods", "qupel.parts.methods.base"}, path
                 assert set(names) <= allowed, path
+
+
+def test_every_package_that_is_imported_is_declared():
+    """Installed by another package's favour is not declared."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    named = {re.match(r"[\w-]+", d)[0].lower() for d in declared}
+    of = {"sklearn": "scikit-learn", "PIL": "pillow"}
+    for path in FILES:
+        for module, _ in imports(path):
+            top = module.split(".")[0]
+            known = top in sys.stdlib_module_names or top == "qupel" or of.get(top, top) in named
+            assert known, f"{path} imports {top}"
 
 
 def test_nothing_imports_the_command_line():

@@ -101,11 +101,15 @@ def test_run_ends_with_its_table_and_keeps_everything(qupel, tmp_path):
         models = [f"models/client-00{i}.safetensors" for i in range(3)]
         assert files == ["engine.json", "metrics.jsonl", *models, "result.json"]
         lines = [json.loads(text) for text in (cell / "metrics.jsonl").read_text().splitlines()]
-        assert lines == json.loads((cell / "result.json").read_text())["lines"]
+        result = json.loads((cell / "result.json").read_text())
+        assert lines == result["lines"]
+        assert result["files"] == [(cell / name).stat().st_size for name in models]
         assert lines[-1]["round"] == 4
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert [row["label"] for row in summary] == ["QuPeL", "Local"]
+    assert summary[1]["file_bytes"] == pytest.approx(np.mean(result["files"]), rel=0.01)
     assert (tmp_path / "r" / "summary.md").read_text().startswith("| method |")
+    assert "t-test over seeds" in (tmp_path / "r" / "summary.md").read_text()
 
 
 def test_finished_cells_never_run_twice(qupel, tmp_path):
@@ -121,7 +125,7 @@ def test_train_ends_with_its_table(qupel):
     code, out, err = qupel("train", "--out", "r", "--set", "rounds=4", "--set", "model.name=mlp", "--workers", "1")
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
-    for word in ("learned centers", "full precision", "k-means afterwards", "float", "deployed", "model"):
+    for word in ("learned centers", "full precision", "k-means afterwards", "float", "deployed", "file"):
         assert word in out, word
 
 

@@ -12,8 +12,9 @@ from qupel.core.codebook import Codebook
 from qupel.core.schedule import Schedule
 from qupel.deploy.file import load, save
 from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
-from qupel.engine.rounds import Stopped, check_trainable, run
+from qupel.engine.rounds import Stopped, run
 from qupel.engine.workers import Pool, Workers
 from qupel.parts.base import Deployed
 from qupel.parts.codecs import codecs

@@ -1,6 +1,7 @@
 """Engines: any number of workers gives the same bits; broken clients and dead workers do not lose a run."""
 
 import copy
+import math
 import os
 import signal
 from dataclasses import dataclass, replace
@@ -10,16 +11,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from qupel.core.codebook import start_codebook
 from qupel.core.layout import Layout
+from qupel.core.schedule import Follow, Schedule, Travel
 from qupel.data.batches import rows
 from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
 from qupel.engine import workers as local_workers
 from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
-from qupel.engine.rounds import Failed, Stopped, check_trainable, one_round, run
+from qupel.engine.rounds import Failed, Stopped, one_round, run
 from qupel.engine.workers import Pool, WorkerDied, Workers
-from qupel.parts.methods import FedAvg, FineTune, Local, Phase, QuPeL, State
+from qupel.parts.methods import (
+    BinaryRelax,
+    FedAvg,
+    FineTune,
+    Local,
+    Phase,
+    PostTraining,
+    ProxQuant,
+    Quantizer,
+    QuPeL,
+    State,
+)
 from qupel.util.errors import UserError
 from tiny import (
     CLASSES,
@@ -398,6 +413,58 @@ class Broken:
         return self.inner.deployed(state)
 
 
+def explosive(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy, with a gradient near the end of all numbers where outputs are beyond any honest one."""
+    push = outputs.sum() - outputs.sum().detach()  # 0
+    wild = outputs.detach().abs().max() > 1e4
+    return torch.nn.functional.cross_entropy(outputs, targets) + torch.where(wild, 1e36, 0.0) * push
+
+
+def picky(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The same with a loss that raises where it is given what is no probability."""
+    wanted = torch.nn.functional.one_hot(targets, CLASSES).float()
+    plain = torch.nn.functional.binary_cross_entropy(torch.softmax(outputs, -1), wanted)
+    return plain + explosive(outputs, targets)
+
+
+FAST = Quantizer(eta2=Schedule(1e-2), lam=Travel(1.0), lam_c=Follow(0.1))
+WILD = {
+    "local": Local(quantizer=FAST),
+    "mean": Local(quantizer=replace(FAST, gradient="mean", carry=True)),
+    "soft": Local(quantizer=replace(FAST, mode="soft")),
+    "qupel": QuPeL(quantizer=replace(FAST, lam_c=None)),
+    "finetune": FineTune(eta2=Schedule(1e-2)),
+    "proxquant": ProxQuant(),
+    "binaryrelax": BinaryRelax(),
+    "posttraining": PostTraining(),
+}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("loss", [explosive, picky])
+@pytest.mark.parametrize("name", WILD)
+def test_a_client_that_diverges_is_refused_and_keeps_its_state(name, loss, stacked):
+    """Weights and centers run away within a round, and a loss may raise: never an error, always a refusal."""
+    data = poisoned(bad=(0, 1))
+    job = make_job([Phase(WILD[name], 3)], data=data, bits=(2, 3, 2), loss=loss, evaluate_every=1, local_steps=5)
+    job = replace(job, stacked=stacked)
+    with Inline(job) as engine:
+        if name == "finetune":  # it has centers to lose
+            for i in range(3):
+                w = engine.shard.initial
+                codebook = start_codebook(engine.shard.layout, w, job.plans[i], "kmeans")
+                engine.shard.store.put(i, 0, State(codebook.hard(w), w, codebook))
+        before = [engine.shard.state(i, 0, engine.shard.initial) for i in (0, 1)]
+        finished = run(job, engine)
+        after = [engine.shard.state(i, 0, engine.shard.initial) for i in (0, 1)]
+    for line in finished.lines:
+        assert [r.split(":")[0] for r in line["refused"]] == ["client 0", "client 1"]
+        assert math.isfinite(line["train_loss" if name != "binaryrelax" else "train_loss_quantized"])
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a.x, b.x)
+        assert same(a.codebook.centers, b.codebook.centers)
+
+
 @pytest.mark.parametrize("workers", [None, 2])
 @pytest.mark.parametrize("fault", ["nan", "inf", "-inf", "size", "shape"])
 def test_an_upload_that_cannot_be_used_is_refused(pools, fault, workers):
@@ -527,8 +594,54 @@ def test_the_loss_of_a_line_is_the_mean_over_its_rounds():
     with Inline(job) as engine:
         finished = run(job, engine, watch=lambda p: seen.append(p.loss))
     expected = [seen[0:2], seen[2:4], seen[4:6], seen[6:8]]
-    assert [line["loss"] for line in finished.lines] == pytest.approx([sum(part) / 2 for part in expected])
+    assert [line["train_loss"] for line in finished.lines] == pytest.approx([sum(part) / 2 for part in expected])
     assert len(set(seen)) == 8
+
+
+def test_losses_are_named_after_where_they_were_evaluated():
+    """One step a phase, by hand: f(x) of all clients, f(Q(x)) of the two that are quantized."""
+    still = Quantizer(eta2=Schedule(1e-9), lam=Schedule(0.0), lam_c=Schedule(0.0))
+    phases = {
+        "fedavg": FedAvg(),
+        "local": Local(eta1=Schedule(1e-9), quantizer=still),
+        "qupel": QuPeL(eta1=Schedule(1e-9), quantizer=still),
+        "soft": Local(eta1=Schedule(1e-9), quantizer=replace(still, mode="soft", sharpness=400.0)),
+        "proxquant": ProxQuant(),
+        "posttraining": PostTraining(),
+        "finetune": FineTune(),
+        "hard": BinaryRelax(lam=Schedule(math.inf)),
+    }
+    for name, method in phases.items():
+        job = make_job([Phase(method, 1)], sizes=(12, 12, 12), bits=(1, 2, 32), local_steps=1)
+        for stacked in (False, True):
+            with Inline(replace(job, stacked=stacked)) as engine:
+                shard, w = engine.shard, engine.shard.initial
+                at_x, at_q = [], []
+                for client in range(3):
+                    batch = shard._batch(client, 0, shard._rows(client, 0)[0])
+                    state = shard.state(client, 0, w)
+                    for x, values in ((state.x, at_x), (state.codebook.hard(state.x), at_q)):
+                        shard.oracle(x, batch)
+                        values.append(shard.oracle.loss_value)
+                _, losses, *_ = one_round(replace(job, stacked=stacked), engine, 0, w)
+            if name == "hard":  # of the client at full precision Q(y) is y
+                at_x = at_x[2:]
+            assert losses.x == pytest.approx(np.mean(at_x), rel=1e-4)
+            if name in {"fedavg", "proxquant", "posttraining", "finetune"}:  # no centers yet in fine-tuning
+                assert math.isnan(losses.quantized)
+            else:
+                assert losses.quantized == pytest.approx(np.mean(at_q[:2]), rel=0.02 if name == "soft" else 1e-4)
+                assert abs(losses.quantized - np.mean(at_x[:2])) > 1e-3
+
+
+def test_lines_name_both_losses():
+    finished, _ = run_inline(make_job(recipe(), bits=(1, 2, 32)))
+    assert all("loss" not in line for line in finished.lines)
+    assert [("train_loss" in x, "train_loss_quantized" in x) for x in finished.lines] == [
+        (True, x["phase"] > 0) for x in finished.lines
+    ]
+    tuned = run_inline(make_job(recipe(), bits=(2,)))[0].lines[-1]
+    assert tuned["train_loss"] == tuned["train_loss_quantized"]  # every weight sits on its center
 
 
 def test_metrics_by_hand():

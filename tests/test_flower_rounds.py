@@ -71,6 +71,17 @@ def test_equal_to_the_reference_engine(tmp_path, reference):
     assert not (run_folder / "checkpoints").exists()
 
 
+def test_some_of_the_clients_a_round_equal_the_reference_engine(tmp_path):
+    """Clients know from the task how often they are expected: late ones, their travel and step sizes are the same."""
+    text = "sample = 0.4\n" + bench.config().replace("warmup = 0.4", "warmup = 0.0")
+    (result,) = run_experiment(configs.parse(text, "test"), tmp_path / "reference")
+    run_folder = bench.request(tmp_path / "run", text)
+    conduct(run_folder, Direct(bench.clients(tmp_path)))
+    files = [p.read_bytes() for p in sorted((tmp_path / "reference" / "cells").glob("*/models/*"))]
+    assert bench.models(tmp_path) == files
+    same_lines(told(run_folder), result["lines"])
+
+
 def test_workers_that_die_between_rounds_lose_nothing(tmp_path, reference):
     """Every client is a new process in every round: all it has is on its disk."""
     post = Direct(bench.clients(tmp_path))
@@ -380,7 +391,7 @@ def test_private_clients_tell_no_scores_and_never_the_same_noise(tmp_path):
     first = conduct(run_folder, post)
     line = told(run_folder)[-1]
     assert "test" not in line
-    assert math.isnan(line["loss"])
+    assert "train_loss" not in line
     assert [e["test"] for e in json.loads((run_folder / "exports.json").read_text())] == [None] * 3
     uploads = [(tmp_path / f"state-{i}/job-1/round-000004/upload.bin").read_bytes() for i in range(3)]
     assert len(set(uploads)) == 3
@@ -389,7 +400,7 @@ def test_private_clients_tell_no_scores_and_never_the_same_noise(tmp_path):
 
 
 def test_private_uploads_have_noise_for_twice_the_clip(tmp_path):
-    """Two uploads of norm `clip` each can be 2 * clip apart: a client that says no sensitivity is protected for that."""
+    """Two uploads of norm `clip` each can be 2 * clip apart: a client without a sensitivity is safe for that."""
     privacy = "[privacy]\nclip = 0.5\nepsilon = 1.0\ndelta = 1e-5\n"
     post, bare = Direct(bench.clients(tmp_path / "a", more=privacy)), Direct(bench.clients(tmp_path / "b"))
     run_folder = bench.request(tmp_path / "run")
@@ -452,10 +463,10 @@ def test_mistakes_in_a_client_config(tmp_path, text, words):
     [
         {},
         {"kind": "train"},
-        {"kind": "hello", "protocol": 1},
-        {"kind": "hello", "protocol": 2, "seed": 0},
-        {"kind": "train", "protocol": 1, "task": {"job": "../x"}},
-        {"kind": "x", "protocol": 1},
+        {"kind": "hello", "protocol": 2},
+        {"kind": "hello", "protocol": 3, "seed": 0},
+        {"kind": "train", "protocol": 2, "task": {"job": "../x"}},
+        {"kind": "x", "protocol": 2},
     ],
 )
 def test_a_question_that_is_none_is_answered_with_an_error(tmp_path, header):

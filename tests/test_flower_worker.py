@@ -19,7 +19,7 @@ from qupel.flower.processes import Process, end, start, started
 from qupel.flower.thin import WorkerMissing, forward
 from qupel.util.errors import UserError
 
-HELLO = {"kind": "hello", "protocol": 1, "seed": 0}
+HELLO = {"kind": "hello", "protocol": 2, "seed": 0}
 
 
 def worker_of(state):

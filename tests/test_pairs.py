@@ -11,7 +11,6 @@ from qupel.core.optim import SGD, Adam
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.methods import methods
 from qupel.parts.quantizers import quantizers
-from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.tasks.task import Evaluated, Problem
@@ -161,11 +160,8 @@ class Watched:
 @plans
 @all_methods
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=name)
-def test_info_names_its_losses_truthfully(method, quantizer, plan, request):
+def test_info_names_its_losses_truthfully(method, quantizer, plan):
     """Nothing is made up, and a method passes on what its quantizer saw last."""
-    if isinstance(quantizer, Frozen):
-        why = "where a method puts w in the place of x, it is on no level at the next step"
-        request.applymarker(pytest.mark.xfail(strict=False, reason=why))
     watched = Watched(quantizer)
     method = with_quantizer(method, watched)
     s = entered(method, plan)

@@ -1,5 +1,7 @@
 """Proximal maps against brute force minimization of what they are said to minimize."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -208,3 +210,15 @@ def test_plus_brings_centers_to_their_weights_and_the_printed_minus_drives_them_
 def test_an_unknown_rule_is_refused():
     with pytest.raises(ValueError, match="rule must be one of exact, first_order, paper, not 'mean'"):
         prox_centers(torch.zeros(1), torch.zeros(1), torch.zeros(1), 1.0, "mean")
+
+
+@pytest.mark.parametrize("pull", [math.inf, math.nan, 1e39])
+def test_a_pull_beyond_all_numbers_does_not_raise(pull):
+    """Of centers that run away: all weights at their centers, or no numbers at all; one client as in a stack."""
+    y, c = torch.tensor([-3.0, 0.2, 5.0]), torch.tensor([-1.0, 1.0])
+    found = prox_weights(y, c, pull)
+    expected = torch.full((3,), math.nan) if math.isnan(pull) else torch.tensor([-1.0, 1.0, 1.0])
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    stacked = prox_weights(y[None], c[None], torch.tensor([[pull]], dtype=torch.float64))
+    torch.testing.assert_close(stacked[0], expected, equal_nan=True)
+    assert torch.equal(torch.isnan(prox_weights(y, c, pull, out=y)), torch.isnan(expected))

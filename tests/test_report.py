@@ -110,6 +110,19 @@ def test_size_points_by_hand(tmp_path):
     means = [100 * np.mean(r["lines"][-1]["clients"]["test"][1::2]) for r in told]
     assert three["y"] == pytest.approx(np.mean(means), rel=1e-5)
     assert three["std"] == pytest.approx(np.std(means, ddof=1), rel=1e-4)
+    saved = [{**r, "files": [34_000 + 15_000 * (i % 2) for i in range(20)]} for r in told]
+    points = charts.sizes(compared(write_run(tmp_path / "saved", saved)))["points"]
+    assert [p["x"] for p in points] == [34_000, 49_000]  # the files themselves
+
+
+def test_sizes_of_files_are_read_from_the_folder_of_an_older_run(tmp_path):
+    folder = write_run(tmp_path / "r", results(seeds=(0,), labels=["A"]))
+    models = folder / "cells" / "000" / "models"
+    models.mkdir()
+    for i in range(20):
+        (models / f"client-{i:03d}.safetensors").write_bytes(b"x" * (100 + i))
+    (run,) = load_runs([folder])
+    assert run.results[0]["files"] == list(range(100, 120))
 
 
 def test_centers_and_histograms_of_the_first_seed(tmp_path):
@@ -315,7 +328,7 @@ def test_thousands_of_clients_have_no_list(tmp_path):
         for at in r["lines"]:
             del at["clients"]
     shown = read_page(write_run(tmp_path / "r", told))
-    assert "more than 200 clients keep no list" in shown.text
+    assert "too many of them, or the runs keep no list" in shown.text
     assert "nan" not in shown.text
     assert [p["name"] for p in shown.data["charts"]["sizes"]["points"]] == list(METHODS)
 
@@ -323,7 +336,7 @@ def test_thousands_of_clients_have_no_list(tmp_path):
 def test_values_that_are_no_numbers(tmp_path):
     told = results()
     for at in told[0]["lines"][3:]:
-        at["test"] = at["loss"] = float("nan")
+        at["test"] = at["train_loss"] = float("nan")
         at["clients"]["test"] = [float("nan")] * 10 + [None] * 10
     shown = read_page(write_run(tmp_path / "r", told))  # the page's numbers are JSON without NaN
     first = shown.data["charts"]["accuracy"]["lines"][0]

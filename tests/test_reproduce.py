@@ -21,6 +21,7 @@ from qupel.paper.reproduce.commands import _duration, reproduce
 from qupel.paper.reproduce.publish import publish
 from qupel.parts.methods import FedAvg, FineTune, Local, QuPeL
 from qupel.report.commands import write_report
+from qupel.report.significance import Gain
 from qupel.run.experiment import cells, result_file
 from qupel.run.recipes import RECIPES, Budget
 from qupel.util.errors import UserError
@@ -136,11 +137,11 @@ def made_up(rng):
     return results, 100 * local, 100 * qupel
 
 
-def test_a_grid_pairs_clients_and_seeds():
+def test_a_grid_pairs_clients_and_counts_seeds():
     results, local, qupel = made_up(np.random.default_rng(0))
     g = paper.grid("table2", results)
     c = g.at(paper.QUPEL, "2 bits")
-    expected = stats.ttest_rel(qupel.ravel(), local.ravel())
+    expected = stats.ttest_rel(qupel.mean(1), local.mean(1))
     interval = expected.confidence_interval()
     assert (c.mean, c.std) == pytest.approx((qupel.mean(), qupel.mean(1).std(ddof=1)))
     assert (c.gain, c.low, c.high, c.p) == pytest.approx(
@@ -175,11 +176,11 @@ def test_table_3_counts_control_clients_only():
 @pytest.mark.parametrize(
     ("ours", "others", "expected"),
     [
-        ({0: [1.0]}, {1: [1.0]}, (None, None, None, None)),
-        ({0: [3.0]}, {0: [1.0]}, (2.0, None, None, None)),
-        ({0: [3.0, 2.0]}, {0: [2.0, 1.0]}, (1.0, 1.0, 1.0, 0.0)),
-        ({0: [3.0, 2.0]}, {0: [3.0, 2.0]}, (0.0, 0.0, 0.0, 1.0)),
-        ({0: [np.nan]}, {0: [1.0]}, (None, None, None, None)),
+        ({0: [1.0]}, {1: [1.0]}, None),
+        ({0: [3.0, 2.0]}, {0: [1.0, 1.0]}, Gain(1.5)),
+        ({0: [3.0], 1: [2.0]}, {0: [2.0], 1: [1.0]}, Gain(1.0)),
+        ({0: [3.0], 1: [2.0]}, {0: [3.0], 1: [2.0]}, Gain(0.0, 0.0, 0.0, 1.0)),
+        ({0: [np.nan]}, {0: [1.0]}, None),
     ],
 )
 def test_pairs_that_have_no_spread(ours, others, expected):

@@ -72,22 +72,38 @@ def test_selection_takes_only_rounds_that_ship_what_the_last_one_ships():
     assert tables.rows([cell("A", 0, line(1, 0.5))])[0].selected is None
 
 
-def test_paired_p_value_by_hand():
-    """Differences 1, 2, 3, 4 points: t = 2.5 / (sd / 2), sd = sqrt(5/3); two-sided p with 3 degrees of freedom."""
-    ours = cell("A", 0, line(1, 0.5, clients=[0.51, 0.52]))
-    ours2 = cell("A", 1, line(1, 0.5, clients=[0.53, 0.54]))
-    theirs = cell("B", 0, line(1, 0.5, clients=[0.50, 0.50]))
-    theirs2 = cell("B", 1, line(1, 0.5, clients=[0.50, 0.50]))
-    first, second = tables.rows([ours, theirs, ours2, theirs2])
-    t = 2.5 / (math.sqrt(5 / 3) / 2)
-    # Student's distribution with 3 degrees of freedom in closed form
-    cdf = 0.5 + (math.atan(t / math.sqrt(3)) + math.sqrt(3) * t / (3 + t * t)) / math.pi
-    assert second.gain == pytest.approx(2.5)
-    assert second.p == pytest.approx(2 * (1 - cdf), rel=1e-6)
-    assert (first.p, first.gain) == (None, None)
-    flipped = tables.rows([ours, theirs, ours2, theirs2], reference="B")
-    assert flipped[0].gain == pytest.approx(-2.5)
+def test_p_value_by_hand():
+    """Seeds differ by 1.5, 2.5 and 5 points in the mean of their clients: t = 3 / (sd / sqrt 3), sd = sqrt(3.25);
+    two-sided p with 2 degrees of freedom, however many clients there are."""
+    ours = [cell("A", s, line(1, 0.5, clients=c)) for s, c in enumerate(([0.51, 0.52], [0.53, 0.52], [0.58, 0.52]))]
+    theirs = [cell("B", s, line(1, 0.5, clients=[0.50, 0.50])) for s in range(3)]
+    first, second = tables.rows([*ours, *theirs])
+    t = 3 / math.sqrt(3.25 / 3)
+    assert second.gain == pytest.approx(3)
+    assert second.p == pytest.approx(1 - t / math.sqrt(2 + t * t), rel=1e-6)
+    half = math.sqrt(2 * 0.95**2 / (1 - 0.95**2)) * math.sqrt(3.25 / 3)  # Student's 97.5 % point with 2 degrees
+    assert (second.low, second.high) == pytest.approx((3 - half, 3 + half))
+    assert (first.p, first.gain, first.low) == (None, None, None)
+    flipped = tables.rows([*ours, *theirs], reference="B")
+    assert (flipped[0].gain, flipped[0].p) == pytest.approx((-3, second.p))
     assert flipped[1].gain is None
+
+
+def test_one_seed_has_no_p_however_many_clients():
+    ours = cell("A", 0, line(1, 0.5, clients=[0.51 + k / 100 for k in range(20)]))
+    row = tables.rows([ours, cell("B", 0, line(1, 0.5, clients=[0.5] * 20))])[1]
+    assert (row.gain, row.low, row.p) == (pytest.approx(10.5), None, None)
+
+
+def test_without_clients_seeds_are_compared_by_their_means():
+    a = [cell("A", s, line(1, 0.5 + s / 10)) for s in range(3)]
+    b = [cell("B", s, line(1, 0.4)) for s in range(3)]
+    row = tables.rows([*a, *b])[1]
+    assert row.gain == pytest.approx(20)
+    assert row.p is not None
+    for line_, who in ((a[0]["lines"][0], [0, 1]), (b[0]["lines"][0], [0, 7])):  # other clients were there to be judged
+        line_["clients"] = {"test": [0.9, 0.9], "bits": [2.0, 2.0], "bytes": [1, 1], "number": who}
+    assert tables.rows([*a, *b])[1].gain == pytest.approx(20)
 
 
 def test_pairs_are_matched_by_seed():
@@ -132,14 +148,26 @@ def test_tables_and_markdown():
     ]
     rows = tables.rows(results)
     head, body = tables.federation_table(rows)
-    assert head == ["method", "accuracy %", "selected %", "2-bit", "3-bit", "worst 10%", "spread", "model", "gain", "p"]
-    assert body[0] == ["A", "50.0", "50.0", "50.0", "60.0", "50.0", "5.0", "1.0 kB", "", ""]
+    assert head[:7] == ["method", "accuracy %", "selected %", "2-bit", "3-bit", "worst 10%", "spread"]
+    assert head[7:] == ["floor", "gain", "95 % interval", "p"]
+    assert body[0] == ["A", "50.0", "50.0", "50.0", "60.0", "50.0", "5.0", "1.0 kB", "", "", ""]
     assert body[1][:2] == ["B", "50.0"]  # one seed has no spread to tell
     assert body[1][8] == "+30.0"
     text = tables.markdown(head, body).splitlines()
-    assert [r.count("|") for r in text] == [11] * 4
+    assert [r.count("|") for r in text] == [12] * 4
+    narrow = tables.federation_table(rows, intervals=False)
+    assert (narrow[0][8:], narrow[1][1][8:]) == (["gain", "p"], ["+30.0", ""])
     head, body = tables.training_table(rows)
     assert body[0] == ["A", "50.00", "-", "50.00", "2", "1.0 kB"]
+
+
+def test_sizes_are_those_of_the_files_where_all_methods_have_them():
+    results = [cell(name, 0, line(1, 0.5, clients=[0.5, 0.6])) for name in "AB"]
+    files = [{**r, "files": [2000, 4000]} for r in results]
+    for made, name, shown in ((files, "file", "3.0 kB"), ([files[0], results[1]], "floor", "1.0 kB")):
+        for head, body in (tables.federation_table(tables.rows(made)), tables.training_table(tables.rows(made))):
+            assert [cells[head.index(name)] for cells in body] == [shown] * 2
+    assert "models of 3.0 kB" in tables.sentence(tables.rows(files[:1]))
 
 
 def test_two_seeds_tell_their_spread():
@@ -156,11 +184,7 @@ def test_what_is_no_number_is_a_dash():
     head, body = tables.federation_table(rows)
     assert "nan" not in tables.markdown(head, body)
     assert body[0][1] == "-"
-    assert tables.sentence(rows, 1000) == ""
-
-
-def test_marks():
-    assert [tables.mark(p) for p in (None, 0.2, 0.05, 0.049, 0.009, 0.0009)] == ["", "", "", "*", "**", "***"]
+    assert tables.sentence(rows) == ""
 
 
 def test_latex_and_markdown_keep_special_characters_apart():
@@ -180,16 +204,17 @@ def test_csv_has_every_number_in_full():
 
 
 def test_the_sentence_says_what_the_numbers_say():
-    def row(label, test, clients):
-        return cell(label, 0, line(1, test, clients=clients))
+    def row(label, seed, test, **more):
+        return cell(label, seed, line(1, test + seed / 100, clients=[test + seed / 100] * 2, **more))
 
-    many = [0.5 + k / 1000 for k in range(10)]
-    worse = [v - 0.1 - k / 10_000 for k, v in enumerate(many)]
-    noisy = [v + (-1) ** k * 0.2 for k, v in enumerate(many)]
-    rows = tables.rows([row("A", 0.6, many), row("B", 0.5, worse), row("C", 0.7, noisy)])
-    said = tables.sentence(rows, 8000)
-    assert said == (
+    results = [row("A", s, 0.6, upload_bytes=8000) for s in range(3)]
+    results += [row("B", s, 0.5 + (s - 1) / 1000) for s in range(3)]
+    results += [row("C", s, 0.7 + (s - 1) / 10) for s in range(3)]
+    assert tables.sentence(tables.rows(results)) == (
         "A ends 10.0 points above B, 10.0 points below C (not significant), with models 1/8 of the full-precision size."
     )
-    assert "size" not in tables.sentence(rows, 1000)  # nothing is smaller here
-    assert tables.sentence(rows[:1], 1000) == "A reaches 60.0 % with models of 1.0 kB."
+    alone = tables.sentence(tables.rows([r for r in results if r["seed"] == 0]))
+    assert alone.startswith("A ends 10.1 points above B (not tested), ")  # one seed
+    plain = [cell(label, 0, line(1, test, clients=[test] * 2)) for label, test in (("A", 0.6), ("B", 0.5))]
+    assert "size" not in tables.sentence(tables.rows(plain))  # nothing is smaller here
+    assert tables.sentence(tables.rows(plain[:1])) == "A reaches 60.0 % with models of 1.0 kB."

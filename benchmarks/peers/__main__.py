@@ -120,9 +120,10 @@ def page(results: dict[str, dict]) -> str:
         "",
         f"`make bench`; {told['cpus']} CPUs ({told['processor']}), Python {told['python']}, {versions}; "
         "frameworks in turns, medians (least to most; runs), first rounds not counted, memory in a run of its own "
-        f"(a peer {FAR} times slower than the fastest is run once, for both). Two processes with one thread each, same "
-        "first model and batches; the last column: how far the last models are apart at most. Evaluation is off "
-        "everywhere.",
+        f"(a peer {FAR} times slower than the fastest is run once, for both: its memory is looked at every half "
+        "second while it is timed, which slows it, so that its seconds, here all of Flower's, are upper bounds). Two "
+        "processes with one thread each, same first model and batches; the last column: how far the last models are "
+        "apart at most. Evaluation is off everywhere.",
         "",
         "CNN: 5 layers, 797,962 parameters, batch 50. MLP: 64-64-32-10, 6,570 parameters, batch 10; wide MLP: 50,826 "
         "parameters. Ten local steps a round; a client of an MLP has 100 samples, so that a round is an epoch. "

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qupel.run.api import Client, Fit, fit
+    from qupel.run.api import Client, Fit, fit, load
     from qupel.run.recipes import Settings
     from qupel.util.errors import UserError
 
 __version__ = "0.1.0"
-__all__ = ["Client", "Fit", "Settings", "UserError", "fit"]
+__all__ = ["Client", "Fit", "Settings", "UserError", "fit", "load"]
 
 _HOMES = {
     "Client": "run.api",
@@ -17,6 +17,7 @@ _HOMES = {
     "Settings": "run.recipes",
     "UserError": "util.errors",
     "fit": "run.api",
+    "load": "run.api",
 }
 
 

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -54,7 +53,7 @@ Vectorize = Annotated[
 ]
 
 DEMO = """
-seeds = [0, 1, 2]
+seeds = [0, 1, 2, 3, 4]
 bits = [2, 3]
 rounds = 10
 evaluate_every = 2
@@ -201,20 +200,21 @@ def _rounds(config: Any) -> int:
 
 
 def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float) -> None:
-    from qupel.report import figures, tables
-    from qupel.util.files import write_atomic, write_json
+    from qupel.report import figures, significance, tables
 
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     note = results[0]["data_note"]
-    said = "" if one else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows)) + "\n"
-    write_json(folder / "summary.json", [asdict(r) for r in rows])
-    write_atomic(folder / "summary.md", tables.markdown(head, body) + (f"\n{note}\n" if note else "") + f"\n{said}")
+    said = "" if one else tables.sentence(rows)
     seeds = len({r["seed"] for r in results})
+    if not one:
+        head, body = tables.federation_table(rows, intervals=False)
     out.print(number_table(head, body, f"test accuracy after the last round, mean ± std over {seeds} seed(s)"))
-    for text in (note, said.strip()):
+    for text in (note, said):
         if text:
             out.print(text)
+    if layers := dict.fromkeys(name for r in results for name in r.get("quantized", ())):
+        out.print(f"[dim]quantized: {', '.join(layers)}; all else is full precision[/dim]", highlight=False)
     engines = {r["label"]: r["engine"] for r in results if "engine" in r}
     for stacked, how in ((True, "in stacks"), (False, "one by one, stacks gain too little")):
         chosen = {k: e["ratio"] for k, e in engines.items() if e["stacked"] == stacked and (stacked or e["ratio"])}
@@ -222,7 +222,7 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
         if told:
             out.print(f"[dim]clients were trained {how}: {told}[/dim]", highlight=False)
     if not one:
-        out.print(f"[dim]gain: {rows[0].label} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
+        out.print(f"[dim]gain: {rows[0].label} minus the method; p: {significance.WORDS}[/dim]")
     figures.comparison_picture(results, rows, folder / "summary.png")
     out.print(f"[dim]{seconds:.0f} s; everything is in {folder}, a picture in summary.png[/dim]")
     out.print(f"[dim]a page to look at: qupel report {folder} --open[/dim]")
@@ -263,10 +263,16 @@ def split(
 
 @app.command()
 def methods() -> None:
-    """List the recipes, one line each."""
-    from qupel.run.recipes import RECIPES
+    """List recipes, methods, quantizers, servers and codecs, one line each."""
+    from qupel.parts import codecs, methods, quantizers, servers
+    from qupel.run.recipes import recipes
+    from qupel.util.registry import Registry
 
-    _list({name: r.about for name, r in RECIPES.items()})
+    kinds: tuple[Registry[Any], ...] = (recipes, methods.methods, quantizers.quantizers, servers.servers, codecs.codecs)
+    for k, kind in enumerate(kinds):
+        out.print(("\n" if k else "") + f"[dim]{kind.kind}s[/dim]")
+        about = {name: f"{entry.about} [dim]{entry.paper}[/dim]".rstrip() for name, entry in kind.all().items()}
+        _list({name: text.replace(" [dim][/dim]", "") for name, text in about.items()})
 
 
 @app.command()
@@ -280,9 +286,9 @@ def datasets() -> None:
 @app.command()
 def models() -> None:
     """List the models, one line each."""
-    from qupel.tasks.zoo import AVAILABLE
+    from qupel.tasks.zoo import networks
 
-    _list({name: about for name, (about, _) in AVAILABLE.items()})
+    _list({name: entry.about for name, entry in networks.all().items()})
 
 
 def _list(items: dict[str, str]) -> None:

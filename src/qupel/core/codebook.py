@@ -151,10 +151,14 @@ def plan_bits(
 ) -> Plan:
     """How many centers each layer gets: 2^bits for the chosen layers; 32 bits is full precision, an empty plan.
 
-    `bits` may also be a table layer -> bits; layers it leaves out stay full precision.
+    `bits` may also be a table layer -> bits; layers it leaves out stay full precision. Fewer bits for no layer at all
+    are refused: nobody asks for that.
     """
     if isinstance(bits, int):
-        bits = dict.fromkeys(choose_layers(layout, layers), bits)
+        chosen = choose_layers(layout, layers)
+        if not chosen and bits != FULL_PRECISION:
+            raise UserError(_nothing_to_quantize(layout, bits, named=layers is not None))
+        bits = dict.fromkeys(chosen, bits)
     plan = {}
     for name, b in zip(choose_layers(layout, bits), bits.values(), strict=True):
         if b != FULL_PRECISION and not 1 <= b <= 8:
@@ -162,6 +166,18 @@ def plan_bits(
         if b != FULL_PRECISION:
             plan[name] = 2**b
     return Plan(plan, channels=channels)
+
+
+def _nothing_to_quantize(layout: Layout, bits: int, named: bool) -> str:
+    """Why no layer would get these bits, and what to do."""
+    why = "no layer is named" if named else "it has no Linear or Conv layer"
+    if layout.ends and not named:
+        why = "its first and its last layer stay full precision, and there is no other"
+    for reason in dict.fromkeys(layout.barred.values()):
+        why += f" ({', '.join(name for name, r in layout.barred.items() if r == reason)}: {reason})"
+    names = ", ".join(repr(name.removesuffix(".weight")) for name in layout.weights)
+    ways = (f"name layers (layers = [{names}]), or " if names else "") + "ask for full precision (bits = 32)"
+    return f"bits = {bits}: nothing of this model would be quantized: {why}; {ways}"
 
 
 def start_codebook(layout: Layout, x: Tensor, plan: Mapping[str, int], how: str) -> Codebook:

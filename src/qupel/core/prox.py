@@ -34,9 +34,11 @@ def prox_weights(y: Tensor, centers: Tensor, t: Pull, *, q: Tensor | None = None
     if isinstance(t, float | int) and t == 0:
         return y.clone() if out is None else out.copy_(y)
     q = hard(y, centers) if q is None else q  # (..., n)
+    if isinstance(t, float | int) and not t / 2 <= torch.finfo(y.dtype).max:  # softshrink would raise, centers diverge
+        t = torch.tensor([t], dtype=torch.float64, device=y.device)
     if isinstance(t, float | int):
         return torch.add(torch.nn.functional.softshrink(y - q, t / 2), q, out=out)
-    away, most = y - q, (t / 2).to(y.dtype)  # (k, n), (k, 1)
+    away, most = y - q, (t / 2).to(y.dtype)  # (k, n), (k, 1); or (n,), (1,)
     x = away.sub_(away.clamp(-most, most)).add_(q)
     x = torch.where(t == 0, y, x) if bool((t == 0).any()) else x
     return x if out is None else out.copy_(x)

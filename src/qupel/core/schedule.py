@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from qupel.core.prox import Pull
@@ -17,12 +19,13 @@ class Clock:
 
     step: int
     steps: int  # of the whole phase
-    epoch_steps: int  # steps that make an epoch
+    epoch_steps: float  # steps that make an epoch
+    share: float = 1.0  # of the phase's steps, that a client is expected to make
 
     @property
     def epoch(self) -> int:
         """The current epoch, counted from 1 (as in the paper's lambda(t) = 1e-4 t)."""
-        return 1 + self.step // self.epoch_steps
+        return math.floor(self.time + 1e-9)
 
     @property
     def time(self) -> float:
@@ -67,7 +70,8 @@ class Schedule:
 class Travel:
     """A prox strength relative to the layer: the total prox travel of a weight over the phase, sum_t eta1 lambda(t)/2,
     is `travel` times the layer's half-gap between centers. lambda grows linearly with the epoch, as in the paper.
-    A setting given this way does not depend on the budget or on the layer's width."""
+    A setting given this way does not depend on the budget or on the layer's width. Where clients are sampled, the sum
+    is over the steps that a client is expected to make."""
 
     travel: float
 
@@ -81,9 +85,9 @@ class Follow:
 
 
 @lru_cache(maxsize=64)
-def _total_ramp(eta1: Schedule, first: int, steps: int, epoch_steps: int) -> float:
-    """sum over the phase's first steps of eta1 * epoch."""
-    clocks = (Clock(step, steps, epoch_steps) for step in range(first))
+def _total_ramp(eta1: Schedule, steps: int, epoch_steps: float) -> float:
+    """sum over the phase's steps of eta1 * epoch."""
+    clocks = (Clock(step, steps, epoch_steps) for step in range(steps))
     return sum(eta1(clock.time) * clock.epoch for clock in clocks)
 
 
@@ -101,25 +105,29 @@ def weight_pull(strength: Schedule | Travel, eta1: Schedule, clock: Clock, cente
     """t = eta1 * lambda of one step for one layer; `prox_weights` moves a weight by t/2."""
     if isinstance(strength, Schedule):
         return eta1(clock.time) * strength(clock.time)
-    total = _total_ramp(eta1, clock.steps, clock.steps, clock.epoch_steps)
+    total = clock.share * _total_ramp(eta1, clock.steps, clock.epoch_steps)
     share = eta1(clock.time) * clock.epoch / total if total > 0 else 0.0
     return 2 * strength.travel * half_gap(centers) * share
 
 
-def travelled(strength: Schedule | Travel, eta1: Schedule, clock: Clock, centers: Tensor) -> float:
-    """Prox travel of a weight up to this step, sum_t eta1 lambda(t)/2, in half-gaps of a layer with these centers."""
+def travelled(
+    strength: Schedule | Travel, eta1: Schedule, clock: Clock, centers: Tensor, made: np.ndarray | None = None
+) -> float:
+    """Prox travel of a weight up to this step, sum_t eta1 lambda(t)/2, in half-gaps of a layer with these centers; over
+    the steps of the phase that a client made, by default all so far."""
     gap = float(half_gap(centers))
-    if isinstance(strength, Schedule):
-        return _total_pull(strength, eta1, clock) / (2 * gap) if gap else 0.0
-    total = _total_ramp(eta1, clock.steps, clock.steps, clock.epoch_steps)
-    return strength.travel * _total_ramp(eta1, clock.step + 1, clock.steps, clock.epoch_steps) / total if total else 0.0
+    if not gap:
+        return 0.0
+    pulls = _pulls(strength, eta1, clock.steps, clock.epoch_steps, clock.share)  # (steps,)
+    total = float(pulls[slice(clock.step + 1) if made is None else made].sum()) / 2
+    return total / gap if isinstance(strength, Schedule) else total
 
 
 @lru_cache(maxsize=64)
-def _total_pull(strength: Schedule, eta1: Schedule, clock: Clock) -> float:
-    """sum over the phase's steps up to this one of eta1 * lambda."""
-    clocks = (Clock(step, clock.steps, clock.epoch_steps) for step in range(clock.step + 1))
-    return sum(eta1(c.time) * strength(c.time) for c in clocks)
+def _pulls(strength: Schedule | Travel, eta1: Schedule, steps: int, epoch_steps: float, share: float) -> np.ndarray:
+    """`weight_pull` at each step of a phase, for a layer whose half-gap is 1 (steps,)."""
+    one = torch.tensor([-1.0, 1.0])
+    return np.array([weight_pull(strength, eta1, Clock(k, steps, epoch_steps, share), one) for k in range(steps)])
 
 
 def center_pull(strength: Schedule | Follow, eta2: Schedule, clock: Clock, centers: Tensor, size: int) -> Pull:

@@ -15,7 +15,7 @@ class About:
 
     model        a name of `qupel.tasks.zoo.networks`; "" for the user's own network
     input_shape  of one input, (C, H, W) for images
-    classes      number of outputs
+    classes      number of outputs; 0 where they are no classes
     labels       names of the classes, or ()
     mean, std    per channel, of uint8 inputs as fractions of 255: the model takes (input / 255 - mean) / std; () for
                  inputs that are used as they are

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from qupel.deploy.about import About
     from qupel.deploy.budget import BudgetPlan
+    from qupel.deploy.formats import Format
     from qupel.deploy.packed import Packed
 
 out = Console()
 
 ModelFile = Annotated[Path, typer.Argument(help="a packed (.safetensors) or ONNX (.onnx) model file")]
 KeepPacked = Annotated[bool, typer.Option("--keep-packed", help="decode weights in every run: less memory, slower")]
-_SUFFIX = {"packed": ".safetensors", "onnx": ".onnx", "coreml": ".mlpackage"}
 
 
 def _kib(size: int) -> str:
@@ -34,7 +34,7 @@ def _kib(size: int) -> str:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="a finished run, or one packed model file of it")],
+    run: Annotated[Path, typer.Argument(help="a finished run, a folder of packed models, or one of them")],
     to: Annotated[Literal["packed", "onnx", "coreml"], typer.Option("--to", help="format")] = "packed",
     client: Annotated[list[int] | None, typer.Option("--client", help="number of a client; may be repeated")] = None,
     all: Annotated[bool, typer.Option("--all", help="every client")] = False,
@@ -45,6 +45,7 @@ def export(
 ) -> None:
     """Write clients' models as packed files, ONNX or Core ML; each is verified before it is left on disk."""
     from qupel.deploy.file import load
+    from qupel.deploy.formats import SUFFIX
 
     if zstd and to != "packed":
         raise UserError(f"--zstd: only packed files are compressed, not {to}")
@@ -52,7 +53,7 @@ def export(
     over: list[str] = []
     for source in _sources(run, cell, client, all):
         packed = load(source)
-        target = folder / (source.name.removesuffix(".safetensors") + _SUFFIX[to] + (".zst" if zstd else ""))
+        target = folder / (source.name.removesuffix(".safetensors") + SUFFIX[to] + (".zst" if zstd else ""))
         size = _write(packed, target, to, rest, zstd)
         share = size / _dense_bytes(packed)
         budget = packed.about.extra.get("budget")  # travels in the file, where the client had one
@@ -72,14 +73,20 @@ def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool) 
     """The packed files that are meant: RUN/cells/CELL/models/client-000.safetensors, or a file itself."""
     if run.is_file():
         return [run]
+    if saved := sorted(run.glob("client-*.safetensors")):  # as `Fit.save` leaves them
+        return _chosen(run, saved, clients, all)
     cells = sorted(p.parent.name for p in run.glob("cells/*/models")) if run.is_dir() else []
     if not cells:
-        raise UserError(f"{run}: neither a model file nor a finished run (no cells/*/models in it)")
+        raise UserError(f"{run}: neither a model file, a folder of them nor a finished run (no cells/*/models in it)")
     if cell is None and len(cells) > 1:
         raise UserError(f"{run} has several cells; give --cell, one of: {', '.join(cells)}")
     if cell is not None and cell not in cells:
         raise UserError(f"{run} has no cell {cell!r}; allowed: {', '.join(cells)}")
     models = sorted((run / "cells" / (cell or cells[0]) / "models").glob("client-*.safetensors"))
+    return _chosen(run, models, clients, all)
+
+
+def _chosen(run: Path, models: list[Path], clients: list[int] | None, all: bool) -> list[Path]:
     if all == bool(clients):
         raise UserError(f"give --client N (0 to {len(models) - 1}, may be repeated) or --all")
     if all:
@@ -90,19 +97,15 @@ def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool) 
     return [found[c] for c in clients or []]
 
 
-def _write(packed: Packed, target: Path, to: str, rest: Literal["fp32", "fp16"], zstd: bool) -> int:
+def _write(packed: Packed, target: Path, to: Format, rest: Literal["fp32", "fp16"], zstd: bool) -> int:
     from qupel.core.layout import Layout
-    from qupel.deploy.coreml import export_coreml
-    from qupel.deploy.file import save
-    from qupel.deploy.onnx import export_onnx
+    from qupel.deploy.file import write_packed
+    from qupel.deploy.formats import write
 
+    if to == "packed" and not packed.about.model:  # nothing of the user's own network is needed
+        return write_packed(target, packed.with_rest(rest), compress=zstd)
     module = packed.model()
-    codebook = packed.codebook(Layout.of(module))
-    if to == "packed":
-        return save(target, module, codebook, about=packed.about, rest=rest, compress=zstd)
-    if to == "onnx":
-        return export_onnx(target, module, codebook, about=packed.about, rest=rest)
-    return export_coreml(target, module, codebook, about=packed.about, half=rest == "fp16")
+    return write(target, module, packed.codebook(Layout.of(module)), packed.about, to, rest, zstd)
 
 
 def _dense_bytes(packed: Packed) -> int:
@@ -157,16 +160,21 @@ def predict(
     top: Annotated[int, typer.Option(min=1, help="how many classes to show")] = 1,
     keep_packed: KeepPacked = False,
 ) -> None:
-    """Print what the model sees in images or rows of numbers."""
+    """Print what the model sees in images or rows of numbers; of a model without classes its outputs."""
     from qupel.deploy.predict import open_model, probabilities, read_inputs
 
     model = open_model(file, keep_packed=keep_packed)
     names, values = read_inputs(inputs, model)
     labels = model.about.labels
     for start in range(0, len(names), 256):
-        for name, p in zip(names[start:], probabilities(model.run(values[start : start + 256])), strict=False):
-            best = p.argsort()[::-1][:top]
-            said = ", ".join(f"{labels[k] if labels else k} {100 * p[k]:.1f} %" for k in best)
+        outputs = model.run(values[start : start + 256])
+        classes = bool(model.about.classes) and outputs.ndim == 2
+        for name, p in zip(names[start:], probabilities(outputs) if classes else outputs, strict=False):
+            if classes:
+                best = p.argsort()[::-1][:top]
+                said = ", ".join(f"{labels[k] if labels else k} {100 * p[k]:.1f} %" for k in best)
+            else:
+                said = ", ".join(f"{value:.6g}" for value in p.reshape(-1))
             out.print(f"{escape(name)}: {escape(said)}", highlight=False, soft_wrap=True)
 
 

@@ -91,7 +91,11 @@ def save(
     rest      how layers without a codebook are stored; fp16 rounds them
     compress  zstd over the whole file, for transfer; `load` reads both
     """
-    content = dumps(pack_model(module, codebook, about, rest))
+    return write_packed(path, pack_model(module, codebook, about, rest), compress=compress)
+
+
+def write_packed(path: str | os.PathLike[str], packed: Packed, *, compress: bool = False) -> int:
+    content = dumps(packed)
     loads(content)  # what we could not read back we do not write
     if compress:
         content = zstd.compress(content)

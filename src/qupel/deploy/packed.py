@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -102,6 +102,11 @@ class Packed:
             for name, value in self.rest.items():
                 tensors[name].copy_(torch.tensor(value))
 
+    def with_rest(self, rest: Rest) -> Packed:
+        """The same with what is not quantized as fp16; "fp32": as it is."""
+        halved = {name: _half(name, value) for name, value in self.rest.items()} if rest == "fp16" else self.rest
+        return replace(self, rest=halved)
+
     def codebook(self, layout: Layout) -> Codebook:
         """The centers at their places in the layout of the model."""
         centers = tuple(torch.from_numpy(layer.centers.copy()) for layer in self.layers)
@@ -111,9 +116,13 @@ class Packed:
         """The network that the file names, on the meta device: it has shapes, which are checked, and no memory."""
         name = self.about.model
         if name not in zoo.networks:
+            if not name:
+                raise UserError(
+                    "the file names no model: the network is your own. In Python, qupel.load(FILE, module) fills it; "
+                    "Fit.save(FOLDER, to='onnx') or qupel.deploy.export_onnx writes a file that runs without its code"
+                )
             known = ", ".join(zoo.networks)
-            what = f"names the model {name!r}" if name else "names no model"
-            raise UserError(f"the file {what}; without your nn.Module only these can be built: {known}")
+            raise UserError(f"the file names the model {name!r}; without your module only these can be built: {known}")
         if not self.about.input_shape or not self.about.classes:
             raise FormatError("the file does not say the input shape and the number of classes")
         try:
@@ -152,6 +161,24 @@ def empty() -> Iterator[None]:
         yield
 
 
+def known_as(module: nn.Module, input_shape: tuple[int, ...], classes: int) -> str:
+    """The name under which `models` builds exactly this network, "" if there is none."""
+    for name in zoo.networks:
+        try:
+            with empty():
+                ours = zoo.build(name, input_shape, classes, seed=0)
+        except (RuntimeError, TypeError, ValueError, OverflowError):  # not for such inputs
+            continue
+        if _structure(ours) == _structure(module):
+            return name
+    return ""
+
+
+def _structure(module: nn.Module) -> list[object]:
+    layers = [(name, type(m), m.extra_repr()) for name, m in module.named_modules()]
+    return [*layers, *((name, tuple(t.shape)) for name, t in tensors_of(module).items())]
+
+
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers; of shared ones the first name, as in `flat.Layout`."""
     kept = set(module.state_dict(keep_vars=True))
@@ -179,15 +206,19 @@ def pack_model(module: nn.Module, codebook: Codebook, about: About | None = None
     held = {}
     for name, tensor in tensors.items():
         dtype = DTYPES[dtype_name(name, tensor)]
-        value = tensor.contiguous().numpy().astype(dtype)
-        if rest == "fp16" and dtype == DTYPES["F32"]:
-            with np.errstate(over="ignore"):
-                half = value.astype(DTYPES["F16"])
-            if not np.array_equal(np.isfinite(half), np.isfinite(value)):
-                raise UserError(f"{name}: a value beyond 65,504 cannot be stored as fp16; use rest = 'fp32'")
-            value = half
-        held[name] = value
-    return Packed(tuple(layers), held, about or About())
+        held[name] = tensor.contiguous().numpy().astype(dtype)
+    return Packed(tuple(layers), held, about or About()).with_rest(rest)
+
+
+def _half(name: str, value: np.ndarray) -> np.ndarray:
+    """float32 rounded to fp16; any other type as it is."""
+    if value.dtype != DTYPES["F32"]:
+        return value
+    with np.errstate(over="ignore"):
+        half = value.astype(DTYPES["F16"])
+    if not np.array_equal(np.isfinite(half), np.isfinite(value)):
+        raise UserError(f"{name}: a value beyond 65,504 cannot be stored as fp16; use rest = 'fp32'")
+    return half
 
 
 def _layer(name: str, weight: Tensor, centers: Tensor) -> Layer:

@@ -123,7 +123,7 @@ class Guard:
 
     def exploded(self, told: Mapping[str, float]) -> str | None:
         """Why w looks ruined, None if it does not."""
-        loss = told.get("loss", told.get("quantized_loss", math.nan))
+        loss = told.get("loss", told.get("loss_quantized", math.nan))
         if self.bound == math.inf or not self.asked:
             return None
         if len(self.known.losses) < FIRST and math.isfinite(loss):

@@ -29,11 +29,21 @@ from qupel.util.errors import UserError
 class Diagnostics(Protocol):
     """Looks at clients while they are judged, and tells it in the metrics (`paper.diagnostics`). It changes nothing."""
 
-    mode: str  # "cheap": on the batch of a client's next step; "full": on all of its training data
+    @property
+    def mode(self) -> str:
+        """`cheap`: on the batch of a client's next step; `full`: on all of its training data."""
 
     def look(
-        self, method: Method, state: State, w: Tensor, clock: Clock, task: Task, batches: Sequence[Batch]
-    ) -> dict[str, Any]: ...
+        self,
+        method: Method,
+        state: State,
+        w: Tensor,
+        clock: Clock,
+        task: Task,
+        batches: Sequence[Batch],
+        made: np.ndarray | None = None,
+    ) -> dict[str, Any]:
+        """made: the steps of the phase that the client took part in; none: all so far."""
 
     def apart(self, upload: Tensor, w: Tensor) -> float: ...
 
@@ -64,7 +74,9 @@ class Job:
     seed: int = 0
     local_steps: int = 10  # tau
     batch: int = 50
-    epoch_steps: int = 0  # 0: the steps that a client with the median number of samples needs to see each once
+    epoch_steps: int = (
+        0  # of a client; 0: the steps that a client with the median number of samples needs to see each once
+    )
     sample: float = 1.0  # share of the clients that take part in a round
     weighted: bool = False  # server mean weighted by training samples
     evaluate_every: int = 10  # rounds; the last round of a phase is always evaluated
@@ -130,7 +142,22 @@ class Job:
         return sum(p.rounds for p in self.phases)
 
     @cached_property
-    def steps_per_epoch(self) -> int:
+    def participation(self) -> float:
+        """The share of the rounds that a client is expected to take part in."""
+        return self._cohort_size / len(self.parts)
+
+    @property
+    def _cohort_size(self) -> int:
+        return max(1, int(self.sample * len(self.parts) + 0.5))
+
+    @cached_property
+    def steps_per_epoch(self) -> float:
+        """Steps of the run in which a client is expected to make those of an epoch."""
+        return self.client_epoch_steps if self.participation == 1 else self.client_epoch_steps / self.participation
+
+    @cached_property
+    def client_epoch_steps(self) -> int:
+        """Steps that a client makes in an epoch."""
         if self.epoch_steps:
             return self.epoch_steps
         median = int(np.median([len(p.train_rows) for p in self.parts]))
@@ -147,16 +174,28 @@ class Job:
     def clock(self, round: int, local: int) -> Clock:
         """Where the `local`-th step of a round is within its phase."""
         phase, within = self.locate(round)
-        steps = self.phases[phase].rounds * self.local_steps
-        return Clock(within * self.local_steps + local, steps, self.steps_per_epoch)
+        rounds = self.phases[phase].rounds
+        share = max(self.participation, 1 / rounds)  # a client that takes part at all makes a round's steps
+        return Clock(within * self.local_steps + local, rounds * self.local_steps, self.steps_per_epoch, share)
+
+    def steps_made(self, round: int) -> dict[int, np.ndarray]:
+        """By client, the steps of this round's phase that it was drawn for up to this round."""
+        _, within = self.locate(round)
+        rounds: dict[int, list[int]] = {client: [] for client in range(len(self.parts))}
+        for k in range(within + 1):
+            for client in self.cohort(round - within + k):
+                rounds[client].append(k)
+        local = np.arange(self.local_steps)
+        return {
+            client: np.add.outer(np.array(k, int) * self.local_steps, local).ravel() for client, k in rounds.items()
+        }
 
     def cohort(self, round: int) -> list[int]:
         """The clients of a round, in ascending order; drawn from their own address, so every engine agrees."""
         n = len(self.parts)
         if self.sample >= 1:
             return list(range(n))
-        size = max(1, int(self.sample * n + 0.5))
-        return sorted(generator(self.seed, "cohort", round).choice(n, size, replace=False).tolist())
+        return sorted(generator(self.seed, "cohort", round).choice(n, self._cohort_size, replace=False).tolist())
 
     def judged(self, round: int) -> Sequence[int]:
         """The clients that are judged after a round: the same at every look, so that rounds can be compared."""

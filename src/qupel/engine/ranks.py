@@ -9,7 +9,6 @@ ranks gives the same bits.
 
 from __future__ import annotations
 
-import hashlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.core.layout import Layout
+from qupel.engine.fingerprint import of_job
 from qupel.engine.group import NOTHING, Group, Lost, Message
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
@@ -48,7 +46,7 @@ class Ranks:
         self.group, self.job = group, job
         self.shard = open_shard(job, self._clients(0), store, scratch)
         folder = str(scratch) if scratch else None
-        order = {"do": "job", "job": description, "digest": digest(job), "store": store, "scratch": folder}
+        order = {"do": "job", "job": description, "digest": of_job(job), "store": store, "scratch": folder}
         for _ in self._answers(self._order(dict.fromkeys(group.peers, order))):
             pass
 
@@ -201,19 +199,6 @@ def _judged(message: Message) -> Judged:
     return Judged(test=test, validation=validation, float_test=before, **what)
 
 
-def digest(job: Job) -> str:
-    """What every rank must have alike: the first model, data, who has which rows, bits and phases."""
-    found = hashlib.sha256(repr([job.plans, job.phases, job.seed, job.local_steps, job.batch]).encode())
-    for part in job.parts:
-        for rows in (part.train_rows, part.test_rows, part.validation_rows):
-            found.update(np.ascontiguousarray(rows).data)
-    first = Layout.of(job.module).flatten(job.module)
-    arrays = (job.data.train.inputs, job.data.train.targets, job.data.test.inputs, job.data.test.targets)
-    for tensor in (first, *arrays):
-        found.update(np.ascontiguousarray(tensor.numpy()).data)
-    return found.hexdigest()
-
-
 # --- the other ranks ---
 
 
@@ -286,7 +271,7 @@ class _Desk:
 
     def _job(self, order: dict[str, Any]) -> None:
         job = self.build(order["job"])
-        if digest(job) != order["digest"]:
+        if of_job(job) != order["digest"]:
             raise UserError("its data, its split or its first model is not that of rank 0")
         folder = Path(order["scratch"]) if order["scratch"] else None
         here = folder if folder and folder.is_dir() else None  # rank 0's folder, where this machine has it

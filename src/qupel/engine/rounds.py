@@ -11,21 +11,19 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qupel.core.layout import Layout
+from qupel.engine import scores
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.guard import Guard
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.parts.base import Deployed, Rows, vector
-from qupel.parts.methods.base import any_network, methods, models_of, quantizer_of
+from qupel.parts.methods.base import methods, models_of, quantizer_of
 from qupel.parts.phase import Phase
 from qupel.parts.servers import ServerState, add
 from qupel.tasks.judge import Score
-from qupel.util.errors import UserError
-
-MANY_CLIENTS = 200  # above this a line of metrics has no per-client lists
 
 
 class Engine(Protocol):
@@ -67,7 +65,8 @@ class Progress:
 
     round: int  # rounds done
     rounds: int
-    loss: float
+    loss: float  # f(x), NaN where no client evaluated it
+    loss_quantized: float  # f(Q(x)), of the clients that are quantized
     line: dict[str, Any] | None  # the metrics, when this round was evaluated
     refused: Sequence[str]
     notes: Sequence[str] = ()  # what else the user should know
@@ -102,17 +101,19 @@ def run(
         if found:
             start, w, memory, since, states, known, _ = found
         lines = checkpoints.lines(found, lines)
+        scores.attach(checkpoints.log.parent, lines, len(job.parts))
     guard = Guard(job.upload_bound, len(job.parts), checkpoints.keep if checkpoints else 1, known)
     if states is not None:
         engine.load(states)
     model = Shared(w, memory).to(initial.device)
     spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
+    drawn = {client for round in range(start) for client in job.cohort(round)} if job.sample < 1 else set()
     for round in range(start, job.rounds):
         phase, within = job.locate(round)
         if within == 0:
             model = enter(job.phases[phase], model.w)
         model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints)
-        w, loss = model.w, info.get("loss", info.get("quantized_loss", math.nan))
+        drawn.update(job.cohort(round))
         if back:
             since.rolled_back.append(back)
         else:
@@ -121,8 +122,8 @@ def run(
         last = within == job.phases[phase].rounds - 1
         line = None
         if last or (round + 1) % job.evaluate_every == 0:
-            judged = sorted(engine.evaluate(round, w, job.judged(round)), key=lambda j: j.client)
-            line = metrics(job, round, judged, since, sent)
+            judged = sorted(engine.evaluate(round, model.w, job.judged(round)), key=lambda j: j.client)
+            line = metrics(job, round, judged, since, sent, len(job.parts) - len(drawn))
             if job.diagnostics is not None:
                 line["diagnostics"] = job.diagnostics.summary(
                     job.phases[phase].method,
@@ -136,15 +137,16 @@ def run(
                 line["rolled_back"] = since.rolled_back
             line["seconds"] = round_to(spent + time.monotonic() - began)
             since = Since()
-            lines.append(line)
+            lines = [*map(scores.short, lines), line]
         stop = should_stop() and round + 1 < job.rounds
         if checkpoints:
             if line:
-                checkpoints.append(line)
+                checkpoints.append(scores.keep(checkpoints.log.parent, line))
             every = job.checkpoint_every or job.evaluate_every
             if stop or (round + 1) % every == 0 or round + 1 == job.rounds:
                 checkpoints.save(round + 1, model.w, model.memory, since, engine.save, guard.save())
-        watch(Progress(round + 1, job.rounds, loss, line, refused, [back["note"]] if back else []))
+        losses = info.get("loss", math.nan), info.get("loss_quantized", math.nan)
+        watch(Progress(round + 1, job.rounds, *losses, line, refused, [back["note"]] if back else []))
         if stop:
             raise Stopped(f"stopped after round {round + 1} of {job.rounds}")
     return Finished(model.w, lines)
@@ -254,8 +256,9 @@ def means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
-def metrics(job: Job, round: int, judged: Sequence[Judged], since: Since, sent: int) -> dict[str, Any]:
-    """One line of metrics.jsonl. Accuracies are fractions; without class labels the mean test loss stands for them."""
+def metrics(job: Job, round: int, judged: Sequence[Judged], since: Since, sent: int, never: int) -> dict[str, Any]:
+    """One line of metrics.jsonl. Accuracies are fractions; without class labels the mean test loss stands for them.
+    never: how many clients have taken part in no round so far."""
     phase, _ = job.locate(round)
     line: dict[str, Any] = {
         "round": round + 1,
@@ -264,13 +267,15 @@ def metrics(job: Job, round: int, judged: Sequence[Judged], since: Since, sent: 
         "quantizer": quantizer_of(job.phases[phase].method),
         "step": (round + 1) * job.local_steps,
         "epoch": (round + 1) * job.local_steps / job.steps_per_epoch,
-        **{name: sum(v) / len(v) for name, v in since.told.items()},
+        **{f"train_{name}": sum(v) / len(v) for name, v in since.told.items()},
         "bits": float(np.mean([j.bits for j in judged])),
         "model_bytes": float(np.mean([j.bytes for j in judged])),
         "upload_bytes": sent,
         "dead_centers": sum(j.dead for j in judged),
         "refused": list(since.refused),
     }
+    if never:
+        line["never_took_part"] = never
     for name in ("test", "validation", "float_test"):
         scores = [getattr(j, name) for j in judged if getattr(j, name).count]
         if scores:
@@ -280,14 +285,13 @@ def metrics(job: Job, round: int, judged: Sequence[Judged], since: Since, sent: 
                 line[f"{name}_{metric}"] = float(np.mean([s.more[metric] for s in scores]))
     if weights := [j.weights for j in judged if j.weights]:
         line["weights"] = weights
-    if len(judged) <= MANY_CLIENTS:
-        line["clients"] = {
-            "test": [value(j.test) if j.test.count else None for j in judged],
-            "bits": [j.bits for j in judged],
-            "bytes": [j.bytes for j in judged],
-        }
-        if len(judged) < len(job.parts):  # some were not there to be judged
-            line["clients"]["number"] = [j.client for j in judged]
+    line["clients"] = {
+        "test": [value(j.test) if j.test.count else None for j in judged],
+        "bits": [j.bits for j in judged],
+        "bytes": [j.bytes for j in judged],
+    }
+    if len(judged) < len(job.parts):  # some were not there to be judged
+        line["clients"]["number"] = [j.client for j in judged]
     return line
 
 
@@ -297,34 +301,3 @@ def value(score: Score) -> float:
 
 def round_to(seconds: float) -> float:
     return float(f"{seconds:.3f}")
-
-
-def check_trainable(job: Job) -> None:
-    """Refuse at the door what would fail in the first step: unknown layers, a model or loss that does not fit."""
-    if job.network:
-        strangers = [i for i in range(len(job.parts)) if job.network_of(i)]
-        for phase in job.phases:
-            if strangers and not any_network(phase.method):
-                name = methods.name_of(phase.method)
-                why = f"{name} ties x to w weight by weight, but {job.name(strangers[0])} has another network"
-                able = [n for n, entry in methods.all().items() if getattr(entry.part, "any_network", False)]
-                raise UserError(f"{why}; methods that take any: {', '.join(able)}")
-    for name in dict.fromkeys(job.network_of(i) for i in range(len(job.parts))):
-        _check_network(job, job.networks[name] if name else job.module)
-    layouts = {name: Layout.of(job.networks[name] if name else job.module) for name in set(job.network) or {""}}
-    for client, plan in enumerate(job.plans):
-        for name in plan:
-            layouts[job.network_of(client)][name]
-
-
-def _check_network(job: Job, module: nn.Module) -> None:
-    layout = Layout.of(module)
-    if layout.size == 0:
-        raise UserError("the model has no parameters to train")
-    inputs = job.transform.apply(job.data.train.inputs[:2])
-    try:
-        with torch.no_grad():
-            job.loss(module(inputs), job.data.train.targets[:2])
-    except (RuntimeError, IndexError, ValueError, TypeError) as e:
-        shape = tuple(inputs.shape[1:])
-        raise UserError(f"the model or the loss does not take this data (inputs {shape}): {e}") from e

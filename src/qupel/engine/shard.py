@@ -34,7 +34,7 @@ class Trained:
 
     client: int
     upload: Upload | None
-    info: Mapping[str, float] = field(default_factory=dict)  # `Info` by name: "loss", "quantized_loss", ...
+    info: Mapping[str, float] = field(default_factory=dict)  # `Info` by name: "loss", "loss_quantized", ...
     fault: str | None = None
     wire: int | None = None  # bytes of the upload where it was encoded; None: 4 a number
 
@@ -102,10 +102,10 @@ class Shard:
         """A client's state in a phase, having received w; converted from the phase it last took part in."""
         job = self.job
         found = self.store.get(client, w[0])
-        first = self._initial(job.network_of(client))
-        at, state = found if found else (-1, State(first, self.initial))
+        name = job.network_of(client)
+        newcomer = State(self._initial(name) if name else w[0], w[0])  # the server's newest model is where it starts
+        at, state = found if found else (-1, newcomer)
         for k in range(max(at, 0), phase + 1):
-            # A state that comes from no phase starts from the initial model, as every client does.
             state = state if k == at else self._start(k, state, client)
             method = job.phases[k].method
             state = method.receive(state, w if k == phase else method.broadcast(w[0]))
@@ -131,17 +131,22 @@ class Shard:
         for client in clients:
             state, told, problem = self.state(client, phase, w), Told(), self.problem(client)
             picked = self._rows(client, round)  # (tau, b)
+            upload, fault = None, None
             try:
-                with own_randomness():
+                # a client that diverges is refused
+                with own_randomness(), np.errstate(invalid="ignore", over="ignore"):
                     for local in range(job.local_steps):
                         batch = self._batch(client, round * job.local_steps + local, picked[local])
                         state, info = method.step(state, problem, batch, job.clock(round, local))
                         told.add(info)
-                upload = method.upload(state)
+                    upload = method.upload(state)
                 fault = screen(upload, w) or sound(state)
                 fault = f"round {round + 1}: {fault}" if fault else None
-            except Diverged as e:
-                upload, fault = None, f"round {round + 1}, step {told.steps + 1}: {e.where}"
+            except Exception as e:
+                where = e.where if isinstance(e, Diverged) else sound(state)
+                if where is None:
+                    raise  # not for want of finite numbers
+                fault = f"round {round + 1}, step {told.steps + 1}: {where}"
             if fault is None and keeps_state(method):
                 self.store.put(client, phase, state)
             yield Trained(client, upload if fault is None else None, told.means(), fault)
@@ -177,6 +182,7 @@ class Shard:
         ends = within == self.job.phases[phase].rounds - 1
         clock = self.job.clock(round, self.job.local_steps - 1)
         watch = self.job.diagnostics
+        made = self.job.steps_made(round) if watch is not None else {}
         for client in clients:
             state = self.state(client, phase, w)
             model = method.deployed(state)
@@ -186,13 +192,14 @@ class Shard:
             float_test = self._score(client, state.x, part.test(data)) if model.codebook else test
             codes = model.codebook.assign(model.x)
             dead = sum(len(dead_centers(k, len(c))) for (_, c), k in zip(model.codebook, codes, strict=True))
-            size = model_bytes(len(model.x), model.codebook)
+            size = model_bytes(len(model.x) + self.forms.layout(client).frozen, model.codebook)
             weights = told_weights(client, state.x, model, with_weights=ends) if client in self.shown else None
             seen = None
             if watch is not None:
                 with own_randomness():
                     batches = self._probed(client, round, watch.mode)
-                    seen = watch.look(method, state, w[0], clock, self.problem(client).own, batches)
+                    own = self.problem(client).own
+                    seen = watch.look(method, state, w[0], clock, own, batches, made.get(client))
             yield Judged(client, test, validation, float_test, size, mean_bits(model.codebook), dead, weights, seen)
 
     def _probed(self, client: int, round: int, mode: str) -> list[Batch]:
@@ -256,7 +263,7 @@ class Told:
 
 def named(info: Info) -> Iterator[tuple[str, Value]]:
     """What a step told, by name."""
-    losses = (("loss", info.loss), ("quantized_loss", info.quantized_loss), *info.more.items())
+    losses = (("loss", info.loss), ("loss_quantized", info.quantized_loss), *info.more.items())
     return ((name, value) for name, value in losses if value is not None)
 
 

@@ -85,14 +85,18 @@ class StackedShard(Shard):
         values: dict[str, list[list[float]]] = {}  # name -> per step, the clients' values
         faults: dict[int, str] = {}
         own.faults = shared.faults = {}
-        with np.errstate(invalid="ignore", over="ignore"):  # a client that diverges goes on, and is refused
-            for local in range(job.local_steps):
-                inputs = self._batches(clients, round * job.local_steps + local, rows[local])
-                state, info = method.step(state, Problem(own, shared), inputs, job.clock(round, local))
-                for name, value in named(info):
-                    values.setdefault(name, []).append(torch.as_tensor(value).expand(len(clients)).tolist())
-                for row, what in own.faults.items():
-                    faults.setdefault(row, f"round {round + 1}, step {local + 1}: {what}")
+        try:
+            with np.errstate(invalid="ignore", over="ignore"):  # a client that diverges goes on, and is refused
+                for local in range(job.local_steps):
+                    inputs = self._batches(clients, round * job.local_steps + local, rows[local])
+                    state, info = method.step(state, Problem(own, shared), inputs, job.clock(round, local))
+                    for name, value in named(info):
+                        values.setdefault(name, []).append(torch.as_tensor(value).expand(len(clients)).tolist())
+                    for row, what in own.faults.items():
+                        faults.setdefault(row, f"round {round + 1}, step {local + 1}: {what}")
+        except Exception:  # whose fault it is shows when they are trained one by one
+            yield from super().train(round, w, clients)
+            return
         sent = method.upload(state)
         rows_sent = () if sent is None else tuple(row.expand(len(clients), -1) for row in sent.rows)  # each (k, d)
         # one look at all of them

@@ -24,6 +24,7 @@ import torch
 import torch.multiprocessing
 from torch import Tensor
 
+from qupel.core.layout import Layout
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
@@ -78,7 +79,7 @@ class Workers:
     def __init__(self, pool: Pool, job: Job, store: str = "memory", scratch: Path | None = None) -> None:
         self.pool, self.job = pool, job
         n, k = len(job.parts), len(pool.pipes)
-        size = sum(p.numel() for p in job.module.parameters())
+        size = Layout.of(job.module).size
         rows = max(job.rows_of(phase) for phase in range(len(job.phases)))  # that travel at a time
         self.w = torch.empty(rows, size).share_memory_()
         bunch = min(max(1, BUNCH // (rows * size)), 64)

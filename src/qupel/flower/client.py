@@ -121,7 +121,7 @@ class ClientJob:
             "job": self.task.job,
             "round": asked.round,
             "samples": len(self.job.parts[self.client].train_rows),
-            "loss": None if self.own.privacy else done.loss,
+            "loss": None if self.own.privacy else list(done.loss),
             "fault": done.fault,
         }
         if done.fault is not None:
@@ -181,6 +181,7 @@ def merged(own: ClientConfig, task: Task | None) -> Config:
         budget=own.budget,
         local_steps=task.local_steps,
         batch=task.batch,
+        sample=task.sample,
         methods={task.label: MethodConfig(phases=task.phases)},
     )
 

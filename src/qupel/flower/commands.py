@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qupel.util.errors import UserError
+from qupel.util.terminal import losses_text, never_text
 
 if TYPE_CHECKING:
     from qupel.flower.control import Node
@@ -232,9 +233,11 @@ def _tell(progress: dict[str, Any]) -> None:
         err.print(f"round {progress['round']}: {note}", highlight=False, soft_wrap=True, markup=False)
     line = progress["line"] or {}
     test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
-    loss = f"  loss {progress['loss']:.4f}" if progress["loss"] == progress["loss"] else ""
+    loss = losses_text(progress["loss"], progress["loss_quantized"])
     head = f"round {progress['round']}/{progress['rounds']}"
     out.print(f"{head}{loss}{test}  {progress['seconds']:.0f} s", highlight=False)
+    if progress["round"] == progress["rounds"] and line.get("never_took_part"):
+        err.print(never_text(line), highlight=False)
 
 
 def _show(target: Path) -> None:

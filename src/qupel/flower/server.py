@@ -7,7 +7,6 @@ A round ends when all asked clients have answered or at its deadline; those that
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from qupel.data.partition import Part
 from qupel.data.sources import Arrays, Dataset
+from qupel.engine import scores
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.job import Job
 from qupel.engine.rounds import Failed, Finished, Progress, run
@@ -31,6 +31,7 @@ from qupel.flower.wire import Codec, decode
 from qupel.parts.methods.base import Deployed
 from qupel.run.config import Config, Strict, explain
 from qupel.run.experiment import Cell, assemble, build_model
+from qupel.tasks.task import Losses
 from qupel.util.errors import UserError
 from qupel.util.files import write_atomic, write_json
 
@@ -77,8 +78,8 @@ class Fleet:
         needed = min(self.terms.minimum, len(clients))
         for _ in range(TRIES):
             asked = wait_for(self.post, clients, needed, self.terms.patience)
-            done = {client: Trained(client, None, math.nan, "not connected") for client in clients}
-            done |= {client: Trained(client, None, math.nan, "no answer before the deadline") for client in asked}
+            done = {client: Trained(client, None, Losses(), "not connected") for client in clients}
+            done |= {client: Trained(client, None, Losses(), "no answer before the deadline") for client in asked}
             for reply in self._ask("train", round, w, asked):
                 done[reply.client] = self._read(reply, round, w)
             if sum(d.fault is None for d in done.values()) >= needed:
@@ -113,9 +114,9 @@ class Fleet:
             except UserError as e:
                 fault = str(e)
         if fault is not None:
-            return Trained(reply.client, None, math.nan, fault)
+            return Trained(reply.client, None, Losses(), fault)
         self.parts[reply.client] = stand_in(int(samples or 0))
-        return Trained(reply.client, upload, loss if type(loss) is float else math.nan, wire=len(reply.body))
+        return Trained(reply.client, upload, read_losses(loss), wire=len(reply.body))
 
     def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
         judged = []
@@ -146,6 +147,12 @@ class Fleet:
 
     def load(self, folder: Path | None) -> None:
         """Nothing, for the same reason."""
+
+
+def read_losses(told: Any) -> Losses:
+    """A client's losses; none where it tells none, or something else."""
+    sound = isinstance(told, list) and len(told) == 2 and all(type(v) is float for v in told)
+    return Losses(*told) if sound else Losses()
 
 
 _JUDGED = TypeAdapter(Judged)
@@ -270,7 +277,7 @@ def open_fleet(folder: Path, post: Post) -> Fleet:
     parts = [stand_in(n) for n in told["samples"]]
     config, cell = request.config, Cell(request.label, request.seed)
     job = assemble(config, cell, build_model(config, data, cell), data, parts, [{} for _ in parts])
-    job = replace(job, epoch_steps=job.steps_per_epoch, checkpoint_every=1)
+    job = replace(job, epoch_steps=job.client_epoch_steps, checkpoint_every=1)
     task = Task.of(job, name=request.job, label=cell.label, model=config.model.name, upload=request.terms.upload)
     return Fleet(job, task, parts, post, request.terms, attempt)
 
@@ -288,7 +295,9 @@ def conduct(
     write_atomic(folder / "w.bin", finished.w.numpy().tobytes())
     if Request.read(folder).config.save_models:
         export(folder, fleet)
-    write_json(folder / "result.json", {"rounds": fleet.job.rounds, "lines": finished.lines})
+    write_json(
+        folder / "result.json", {"rounds": fleet.job.rounds, "lines": [scores.short(line) for line in finished.lines]}
+    )
     checkpoints.remove()
     return finished
 

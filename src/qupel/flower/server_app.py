@@ -17,6 +17,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordD
 from flwr.serverapp import Grid, ServerApp
 
 from qupel.engine.rounds import Failed, Progress, Stopped
+from qupel.engine.scores import short
 from qupel.flower.frames import Header
 from qupel.flower.processes import Process
 from qupel.flower.server import Reply, conduct, export, open_fleet
@@ -41,9 +42,10 @@ def main(grid: Grid, context: Context) -> None:
     began = time.monotonic()
 
     def tell(progress: Progress) -> None:
-        line = {**asdict(progress), "seconds": time.monotonic() - began}
+        told = {**asdict(progress), "seconds": time.monotonic() - began}
+        told["line"] = progress.line and short(progress.line)
         with (folder / "progress.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(told) + "\n")
 
     try:
         if mode == "export":

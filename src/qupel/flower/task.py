@@ -16,7 +16,7 @@ from qupel.flower.wire import Codec
 from qupel.run.config import Bits, PhaseConfig, SplitConfig, Strict, check_bits, explain
 from qupel.util.errors import UserError
 
-PROTOCOL: Literal[1] = 1  # of the messages between server and clients; both sides must agree
+PROTOCOL: Literal[2] = 2  # of the messages between server and clients; both sides must agree
 
 
 class Task(Strict):
@@ -27,7 +27,7 @@ class Task(Strict):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # BinaryRelax ends with an infinite lambda
 
-    protocol: Literal[1] = PROTOCOL
+    protocol: Literal[2] = PROTOCOL
     job: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,99}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
@@ -39,6 +39,7 @@ class Task(Strict):
     local_steps: int = Field(ge=1)
     batch: int = Field(ge=1)
     epoch_steps: int = Field(ge=1)
+    sample: float = Field(gt=0, le=1)
     augment: bool = False
     upload: Codec = "fp32"
 
@@ -56,7 +57,8 @@ class Task(Strict):
             "phases": [{"rounds": p.rounds, "method": asdict(p.method)} for p in job.phases],
             "local_steps": job.local_steps,
             "batch": job.batch,
-            "epoch_steps": job.steps_per_epoch,
+            "epoch_steps": job.client_epoch_steps,
+            "sample": job.sample,
             "augment": job.transform.augment,
             "upload": upload,
         }

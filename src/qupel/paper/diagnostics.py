@@ -176,9 +176,18 @@ class Diagnostics:
 
     mode: str
 
-    def look(self, method: Method, state: State, w: Tensor, clock: Clock, task: Task, batches: Sequence[Batch]) -> Seen:
+    def look(
+        self,
+        method: Method,
+        state: State,
+        w: Tensor,
+        clock: Clock,
+        task: Task,
+        batches: Sequence[Batch],
+        made: np.ndarray | None = None,
+    ) -> Seen:
         w = w.double()
-        told: Seen = {**nearness(method, state, clock)}
+        told: Seen = {**nearness(method, state, clock, made)}
         if len(state.x) == len(w):
             told["sketch"] = sketch(state.x.double() - w)
         if studied(method) and method.eta1(clock.time) > 0:
@@ -224,7 +233,7 @@ def spread(sketches: Sequence[list[float]]) -> float:
     return float(from_mean(np.array(sketches)).mean())
 
 
-def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:
+def nearness(method: Method, state: State, clock: Clock, made: np.ndarray | None = None) -> dict[str, float]:
     """distance: mean |x_k - Q_c(x)_k|; travel: the prox travel so far; both in half-gaps of the layer, over quantized
     weights."""
     layers = [(slot, c, float(half_gap(c))) for slot, c in state.codebook]
@@ -234,7 +243,8 @@ def nearness(method: Method, state: State, clock: Clock) -> dict[str, float]:
     apart = sum(2 * float(distance(state.x[slot.slice], c)) / gap for slot, c, gap in layers if gap > 0)
     told = {"distance": apart / weights}
     if studied(method):
-        travel = [travelled(prox_of(method).lam, method.eta1, clock, c) * s.size for s, c, gap in layers if gap > 0]
+        lam, eta1 = prox_of(method).lam, method.eta1
+        travel = [travelled(lam, eta1, clock, c, made) * s.size for s, c, gap in layers if gap > 0]
         told["travel"] = sum(travel) / weights
     return told
 

@@ -1,7 +1,7 @@
 """The paper's tables: its numbers, and a run's results in the same form, side by side.
 
 A cell of a reproduced table is labelled "row @ column". Rows that the paper has not (our recipe) carry no number of the
-paper. Significance is paired: every client of every seed is compared with itself under the reference.
+paper. Every client of every seed is compared with itself under the reference; a seed counts once (`significance`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qupel.report.tables import Result, mark, markdown, paired
+from qupel.report.significance import WORDS, Gain, mark, over_seeds, seed_difference
+from qupel.report.tables import Result, markdown
 
 AT = " @ "
 QUPEL, OURS, LOCAL = "QuPeL, paper's method", "QuPeL, our recipe", "Local, paper's method"
@@ -100,7 +101,7 @@ class GridCell:
     gain: float | None = None  # this cell minus its reference, paired over seeds and clients
     low: float | None = None  # 95 % confidence interval of the gain
     high: float | None = None
-    p: float | None = None  # two-sided paired t-test
+    p: float | None = None  # two-sided t-test over seeds
 
     @property
     def mark(self) -> str:
@@ -153,10 +154,9 @@ def _cell(at: Place, found: dict[Place, dict[int, Result]], known: Published) ->
     means = np.array([s[~np.isnan(s)].mean() for s in scores.values()])  # (seeds,)
     mean = float(means.mean())
     reference = known.reference(at)
-    gain, low, high, p = None, None, None, None
+    gain = None
     if reference != at and reference in found:
-        others = {seed: clients(r, known) for seed, r in found[reference].items()}
-        gain, low, high, p = gain_over(scores, others)
+        gain = gain_over(scores, {seed: clients(r, known) for seed, r in found[reference].items()})
     return GridCell(
         *at,
         mean=mean,
@@ -165,10 +165,10 @@ def _cell(at: Place, found: dict[Place, dict[int, Result]], known: Published) ->
         paper=paper,
         paper_std=paper_std,
         difference=None if paper is None else mean - paper,
-        gain=gain,
-        low=low,
-        high=high,
-        p=p,
+        gain=gain.mean if gain else None,
+        low=gain.low if gain else None,
+        high=gain.high if gain else None,
+        p=gain.p if gain else None,
     )
 
 
@@ -178,13 +178,9 @@ def clients(result: Result, known: Published) -> np.ndarray:
     return np.array([np.nan if a is None else 100 * a for i, a in enumerate(told) if known.judged(i)])
 
 
-def gain_over(
-    ours: dict[int, np.ndarray], others: dict[int, np.ndarray]
-) -> tuple[float | None, float | None, float | None, float | None]:
-    """(mean difference, its 95 % confidence interval, p) over the (seed, client) pairs that both have."""
-    d = np.concatenate([np.empty(0), *(ours[seed] - others[seed] for seed in ours if seed in others)])
-    d = d[~np.isnan(d)]
-    return paired(d) if len(d) else (None, None, None, None)
+def gain_over(ours: dict[int, np.ndarray], others: dict[int, np.ndarray]) -> Gain | None:
+    """ours - others over the seeds that both have, client by client."""
+    return over_seeds({seed: seed_difference(ours[seed], others[seed]) for seed in ours if seed in others})
 
 
 # --- what the paper says of its tables ---
@@ -266,8 +262,8 @@ def lines(g: Grid) -> list[tuple[str, list[str]]]:
 
 
 LEGEND = (
-    "Test accuracy in percent after the last round, mean ± std over seeds; {compared}: mean paired difference over "
-    "clients and seeds with its 95 % confidence interval, * p < 0.05, ** p < 0.01, *** p < 0.001 (paired t-test)."
+    "Test accuracy in percent after the last round, mean ± std over seeds; {compared}: mean paired difference with its "
+    f"95 % confidence interval, * p < 0.05, ** p < 0.01, *** p < 0.001 ({WORDS})."
 )
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from qupel.util.errors import UserError
 
 if TYPE_CHECKING:
     from qupel.engine.rounds import Progress
-    from qupel.run.experiment import Cell
 
 # key of a line of metrics -> name on the board; by step, so that schemes with other rounds compare
 SCALARS = {
-    "loss": "loss/train",
+    "train_loss": "loss/train",
+    "train_loss_quantized": "loss/train quantized",
     "test_loss": "loss/test",
     "test": "accuracy/test",
     "validation": "accuracy/validation",
@@ -25,11 +25,18 @@ SCALARS = {
 }
 
 
+class Cell(Protocol):
+    """One method on one seed, as `experiment.Cell`."""
+
+    @property
+    def name(self) -> str: ...
+
+
 class Board:
     """Writes every evaluated round of every cell. A resumed cell writes a second file; TensorBoard shows the newer
     values of a step that was run twice."""
 
-    def __init__(self, folder: Path, then: Callable[[Cell, Progress], None]) -> None:
+    def __init__(self, folder: Path, then: Callable[[Any, Progress], None]) -> None:
         """then: the watcher that is told next."""
         try:
             from torch.utils.tensorboard import SummaryWriter

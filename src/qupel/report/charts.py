@@ -22,6 +22,7 @@ from qupel.report.tables import Result
 LIGHT = ("#2264d8", "#d27f41", "#116108", "#5b3176", "#2fa0c6", "#b94371")
 DARK = ("#3d86f0", "#fa8f0e", "#5bcfa5", "#c28ce9", "#92edfe", "#c57a92")
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "12 4", "1 4")
+MOST_DOTS = 20_000  # more clients than that are not drawn one by one
 
 Chart = dict[str, Any]
 
@@ -132,7 +133,8 @@ def _lines(c: Comparison, value: Callable[[dict[str, Any]], float | None]) -> li
 
 
 def clients(c: Comparison) -> Chart | None:
-    """Every client's last test accuracy, a row for each series and bit width; None where no run tells its clients."""
+    """Every client's last test accuracy, a row for each series and bit width; None where no run tells its clients, or
+    where they are too many to be drawn."""
     rows: list[Chart] = []
     for k, s in enumerate(c.series):
         points: dict[float, list[tuple[float, int, int]]] = {}  # bits -> (accuracy, client, seed)
@@ -148,6 +150,8 @@ def clients(c: Comparison) -> Chart | None:
             rows.append(row | {"values": _numbers(values), "clients": list(who), "seeds": list(seeds)})
     if max((max(row["clients"]) for row in rows), default=0) == 0:
         return None  # one client, or nothing told
+    if sum(len(row["values"]) for row in rows) > MOST_DOTS:
+        return None
     return {"kind": "dots", "x": "test accuracy, %", "unit": "%", "rows": rows}
 
 
@@ -159,7 +163,7 @@ def sizes(c: Comparison) -> Chart:
     for k, s in enumerate(c.series):
         groups: dict[float, list[tuple[float, float]]] = {}  # bits -> per seed (bytes, accuracy)
         for r in s.results:
-            for bits, size, mean in _by_width(r["lines"][-1], few):
+            for bits, size, mean in _by_width(r, few):
                 groups.setdefault(bits, []).append((size, mean))
         for bits, per_seed in sorted(groups.items()):
             size, mean = np.array(per_seed).T
@@ -179,14 +183,16 @@ def _name(s: Series, bits: float, widths: Collection[float]) -> str:
     return f"{s.label}, {width(bits)}" if len(widths) > 1 else s.label
 
 
-def _by_width(line: dict[str, Any], apart: bool) -> list[tuple[float, float, float]]:
+def _by_width(result: Result, apart: bool) -> list[tuple[float, float, float]]:
     """(bits, mean bytes, mean accuracy in percent) of the clients of each bit width; of all where they are not told, or
-    not wanted apart."""
+    not wanted apart. Bytes of the files, of their floors where no models were saved."""
+    line, files = result["lines"][-1], result.get("files", ())
     told = line.get("clients")
     if not told or not apart:
-        return [(line["bits"], line["model_bytes"], 100 * line["test"])]
+        return [(line["bits"], float(np.mean(files)) if files else line["model_bytes"], 100 * line["test"])]
     found: dict[float, list[tuple[float, float]]] = {}
-    for a, bits, size in zip(told["test"], told["bits"], told["bytes"], strict=True):
+    sizes = files if len(files) == len(told["test"]) else told["bytes"]
+    for a, bits, size in zip(told["test"], told["bits"], sizes, strict=True):
         if a is not None:
             found.setdefault(bits, []).append((size, 100 * a))
     return [(bits, float(np.mean([s for s, _ in v])), float(np.mean([a for _, a in v]))) for bits, v in found.items()]

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from qupel.report import paper, tables
+from qupel.paper import published as paper
+from qupel.report import significance, tables
 from qupel.report.runs import Run
 
 GAIN = (
-    "gain: {first} minus the method, paired over clients and seeds, in points; * p < 0.05, ** p < 0.01, *** p < 0.001 "
-    "(paired t-test, not corrected for the number of comparisons; clients of one seed learn together, so that p is "
-    "rather too small)."
+    "gain: {first} minus the method, in points, with its 95 % confidence interval; * p < 0.05, ** p < 0.01, "
+    f"*** p < 0.001 ({significance.WORDS})."
 )
 
 
@@ -52,12 +52,10 @@ def _form(runs: Sequence[Run], alone: bool) -> Form:
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     legend = "Test accuracy in percent after the last round, mean ± std over seeds"
     if not one:
-        for row, cells in zip(rows, body, strict=True):
-            cells[-2] += tables.mark(row.p)
         legend += "; worst 10%: mean of the worst tenth of the clients; spread: std over clients"
         if any(r.gain is not None for r in rows):
             legend += f". {GAIN.format(first=first)}"
-    said = "" if one or len(rows) > 6 else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows))
+    said = "" if one or len(rows) > 6 else tables.sentence(rows)
     title = "After the last round" + ("" if alone else f": {', '.join(run.name for run in runs)}")
     notes = " ".join(dict.fromkeys(run.note for run in runs if run.note))
     return Form(

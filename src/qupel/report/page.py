@@ -141,7 +141,7 @@ def _figures(told: dict[str, Chart], note: str, federated: bool) -> list[str]:
         )
         found.append(_figure("clients", "Every client, by bit width", lead, note))
     elif federated:
-        why = "runs with more than 200 clients keep no list of them."
+        why = "there are too many of them, or the runs keep no list."
         found.append(f'<section><h2>Every client</h2><p class="soft">Not shown: {why}</p></section>')
     lead = "Mean accuracy after the last round (bar: std over seeds) against the mean bytes of a client's model."
     found.append(_figure("sizes", "Accuracy against size", lead, note))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qupel.engine import scores
 from qupel.paper.published import NOTES
 from qupel.report.tables import Result
 from qupel.util.errors import UserError
@@ -61,7 +62,7 @@ def load_run(folder: Path, name: str) -> Run:
     if not isinstance(config, dict) or not {"methods", "seeds", "split", "data"} <= set(config):
         raise UserError(f"{folder / 'config.json'} is not the config of a run")
     order = {label: k for k, label in enumerate(config["methods"])}
-    results = [_read(path) for path in sorted(folder.glob("cells/*/result.json"))]
+    results = [read_result(path) for path in sorted(folder.glob("cells/*/result.json"))]
     results = sorted((r for r in results if r["label"] in order), key=lambda r: (order[r["label"]], r["seed"]))
     if not results:
         raise UserError(f"{folder} has no finished cell yet (cells/*/result.json)")
@@ -69,6 +70,14 @@ def load_run(folder: Path, name: str) -> Run:
     cells = len(config["methods"]) * len(config["seeds"])
     rows = tuple(about.get("rows", ()))
     return Run(name, folder, config, results, cells, about.get("table"), about.get("scale", ""), rows)
+
+
+def read_result(path: Path) -> Result:
+    """A cell's result.json; the sizes of its clients' files are read from its folder where it does not tell them."""
+    result: Result = _read(path)
+    scores.attach(path.parent, result["lines"])
+    models = sorted((path.parent / "models").glob("client-*.safetensors"))
+    return {"files": [f.stat().st_size for f in models], **result} if models else result
 
 
 def _read(path: Path) -> Any:

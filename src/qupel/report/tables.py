@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
+
+from qupel.report.significance import Gain, mark, over_seeds, seed_difference
 
 Result = dict[str, Any]  # a cell's result.json
 
@@ -31,11 +32,19 @@ class Row:
     float_mean: float  # the model before quantization: at the end, or where fine-tuning began
     before_tuning: float | None  # the quantized model at the end of the phase before fine-tuning
     bits: float
-    model_bytes: float
+    model_bytes: float  # the floor of a client's file, computed
+    file_bytes: float | None  # a client's file as written; None: models were not saved
     upload_bytes: float  # a client and round, largest over the phases
     seconds: float
-    p: float | None  # paired t-test over (seed, client) against the reference method, two-sided
     gain: float | None  # mean paired difference reference - this, in points
+    low: float | None  # its 95 % confidence interval
+    high: float | None
+    p: float | None  # two-sided t-test over seeds (`significance`)
+
+    @property
+    def shipped_bytes(self) -> float:
+        """What a client's model takes: its file where there is one."""
+        return self.model_bytes if self.file_bytes is None else self.file_bytes
 
 
 def rows(results: Sequence[Result], reference: str | None = None) -> list[Row]:
@@ -52,7 +61,8 @@ def _row(label: str, cells: Sequence[Result], reference: Sequence[Result] | None
     flat, flat_bits = np.concatenate(clients), np.concatenate(bits)
     chosen = [_selected(c["lines"]) for c in cells]
     tuned = [_before_tuning(c["lines"]) for c in cells]
-    p, gain = _paired(cells, reference) if reference else (None, None)
+    written = [size for c in cells for size in c.get("files", ())]
+    found = gain(reference, cells) if reference else None
     return Row(
         label=label,
         seeds=len(cells),
@@ -66,10 +76,13 @@ def _row(label: str, cells: Sequence[Result], reference: Sequence[Result] | None
         before_tuning=None if any(v is None for v in tuned) else _mean([v for v in tuned if v is not None]),
         bits=_mean([line["bits"] for line in last]),
         model_bytes=_mean([line["model_bytes"] for line in last]),
+        file_bytes=_mean(written) if all("files" in c for c in cells) else None,
         upload_bytes=max(line["upload_bytes"] for c in cells for line in c["lines"]),
         seconds=_mean([c["seconds"] for c in cells]),
-        p=p,
-        gain=gain,
+        gain=found.mean if found else None,
+        low=found.low if found else None,
+        high=found.high if found else None,
+        p=found.p if found else None,
     )
 
 
@@ -103,32 +116,19 @@ def _before_tuning(lines: Sequence[dict[str, Any]]) -> float | None:
     return 100 * before[-1]["test"] if before else None
 
 
-def _paired(cells: Sequence[Result], reference: Sequence[Result]) -> tuple[float | None, float | None]:
-    """(p, mean difference reference - method in points) over the (seed, client) pairs that both have."""
-    ours = {c["seed"]: c["lines"][-1].get("clients", {}).get("test", []) for c in reference}
-    pairs = [
-        (a, b)
-        for c in cells
-        if c["seed"] in ours
-        for a, b in zip(ours[c["seed"]], c["lines"][-1].get("clients", {}).get("test", []), strict=True)
-        if a is not None and b is not None and math.isfinite(a - b)
-    ]
-    if len(pairs) < 2:
-        return None, None
-    gain, _, _, p = paired(100 * (np.array([a for a, _ in pairs]) - np.array([b for _, b in pairs])))
-    return p, gain
+def gain(ours: Sequence[Result], others: Sequence[Result]) -> Gain | None:
+    """ours - others in points over the seeds that both have, client by client where clients are told."""
+    mine, theirs = ({c["seed"]: c["lines"][-1] for c in cells} for cells in (ours, others))
+    return over_seeds({seed: _difference(mine[seed], theirs[seed]) for seed in mine if seed in theirs})
 
 
-def paired(d: np.ndarray) -> tuple[float, float | None, float | None, float | None]:
-    """Mean of paired differences (n,), the ends of its 95 % confidence interval, and p of the two-sided paired t-test;
-    a single pair has neither."""
-    mean = float(d.mean())
-    if len(d) < 2:
-        return mean, None, None, None
-    if np.ptp(d) < 1e-9:  # equal but for rounding
-        return mean, mean, mean, (1.0 if abs(mean) < 1e-9 else 0.0)
-    half = float(stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / np.sqrt(len(d)))
-    return mean, mean - half, mean + half, float(stats.ttest_1samp(d, 0.0).pvalue)
+def _difference(a: dict[str, Any], b: dict[str, Any]) -> float | None:
+    told = [line.get("clients", {}) for line in (a, b)]
+    lists = [clients.get("test", []) for clients in told]
+    if not lists[0] or len(lists[0]) != len(lists[1]) or told[0].get("number") != told[1].get("number"):
+        lists = [[a["test"]], [b["test"]]]  # clients are not told, or not the same ones
+    ours, others = ([math.nan if v is None else 100 * v for v in values] for values in lists)
+    return seed_difference(ours, others)
 
 
 def size(count: float) -> str:
@@ -140,17 +140,19 @@ def size(count: float) -> str:
     raise AssertionError
 
 
-def federation_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells for a federation: what a comparison of personalized methods needs."""
+def federation_table(table: Sequence[Row], intervals: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Header and cells for a federation: what a comparison of personalized methods needs. intervals: a terminal has no
+    room for them."""
     widths = sorted({b for r in table for b in r.by_bits if b < 32})
     selected = any(r.selected is not None for r in table)
     head = ["method", "accuracy %", *(["selected %"] if selected else []), *[f"{b:g}-bit" for b in widths]]
-    head += ["worst 10%", "spread", "model", "gain", "p"]
+    head += ["worst 10%", "spread", _size_head(table), "gain", *(["95 % interval"] if intervals else []), "p"]
     body = []
-    for r in table:
+    for r, taken in zip(table, _sizes(table), strict=True):
         shown = [_number(r.by_bits[b]) if b in r.by_bits else "" for b in widths]
         chosen = [_number(r.selected)] if selected else []
-        gain = "" if r.gain is None else f"{r.gain:+.1f}"
+        gain = "" if r.gain is None else f"{r.gain:+.1f}{mark(r.p)}"
+        interval = "" if r.low is None else f"{r.low:+.1f} to {r.high:+.1f}"
         p = "" if r.p is None else ("<1e-4" if r.p < 1e-4 else f"{r.p:.4f}")
         body.append(
             [
@@ -160,8 +162,9 @@ def federation_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
                 *shown,
                 _number(r.worst),
                 _number(r.spread),
-                size(r.model_bytes),
+                taken,
                 gain,
+                *([interval] if intervals else []),
                 p,
             ]
         )
@@ -178,14 +181,19 @@ def _mean_std(r: Row, digits: int) -> str:
     return _number(r.mean, digits) + ("" if alone else f" ± {r.std:.{digits}f}")
 
 
-def mark(p: float | None) -> str:
-    """* p < 0.05, ** p < 0.01, *** p < 0.001."""
-    return "" if p is None else "*" * sum(p < level for level in (0.05, 0.01, 0.001))
+def _size_head(table: Sequence[Row]) -> str:
+    return "floor" if any(r.file_bytes is None for r in table) else "file"
+
+
+def _sizes(table: Sequence[Row]) -> list[str]:
+    """Of a client's model: the mean of the files where every method has them, else of their computed floors."""
+    floor = _size_head(table) == "floor"
+    return [size(r.model_bytes if floor else r.shipped_bytes) for r in table]
 
 
 def training_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Header and cells for training in one place: float, quantized before and after fine-tuning, size."""
-    head = ["method", "float %", "before tuning %", "deployed %", "bits/weight", "model"]
+    head = ["method", "float %", "before tuning %", "deployed %", "bits/weight", _size_head(table)]
     body = [
         [
             r.label,
@@ -193,9 +201,9 @@ def training_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
             _number(r.before_tuning, 2),
             _mean_std(r, 2),
             f"{r.bits:.3g}",
-            size(r.model_bytes),
+            taken,
         ]
-        for r in table
+        for r, taken in zip(table, _sizes(table), strict=True)
     ]
     return head, body
 
@@ -233,19 +241,20 @@ def as_csv(table: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def sentence(table: Sequence[Row], full_bytes: float) -> str:
+def sentence(table: Sequence[Row]) -> str:
     """What the table means, in words, from its numbers alone."""
     first, *others = table
     if not others and math.isfinite(first.mean):
-        return f"{first.label} reaches {first.mean:.1f} % with models of {size(first.model_bytes)}."
+        return f"{first.label} reaches {first.mean:.1f} % with models of {size(first.shipped_bytes)}."
     parts = []
     for r in others:
-        difference = first.mean - r.mean
-        if not math.isfinite(difference):
+        if not math.isfinite(first.mean - r.mean):
             continue
+        difference = first.mean - r.mean if r.gain is None else r.gain
         word = "above" if difference > 0 else "below"
-        sure = "" if r.p is None or r.p < 0.05 else " (not significant)"
+        sure = " (not tested)" if r.p is None else "" if r.p < 0.05 else " (not significant)"
         parts.append(f"{abs(difference):.1f} points {word} {r.label}{sure}")
-    ratio = full_bytes / first.model_bytes
+    full = max(max(r.shipped_bytes, r.upload_bytes) for r in table)
+    ratio = full / first.shipped_bytes
     small = f", with models 1/{ratio:.0f} of the full-precision size" if ratio >= 1.5 else ""
     return f"{first.label} ends {', '.join(parts)}{small}." if parts else ""

@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from qupel.core.codebook import Codebook, plan_bits
+from qupel.core.codebook import FULL_PRECISION, Codebook, Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.data import partition, sources
-from qupel.data.batches import Transform
+from qupel.data.batches import Transform, chunks, generator
+from qupel.deploy import file
 from qupel.deploy.about import About
-from qupel.deploy.file import save
+from qupel.deploy.formats import SUFFIX, Format, write
+from qupel.deploy.pack import bits_for
+from qupel.deploy.packed import Rest, known_as
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import Choice, Vectorize, settled
+from qupel.engine.door import check_trainable
+from qupel.engine.fingerprint import of_job
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.engine.rounds import Engine, Finished, Progress, check_trainable, run
+from qupel.engine.rounds import Engine, Finished, Progress, run
 from qupel.engine.workers import Pool, Workers
-from qupel.parts.methods import Phase
-from qupel.run.recipes import RECIPES, Budget, Settings
-from qupel.tasks.judge import Judge
+from qupel.paper.diagnostics import Diagnostics
+from qupel.parts.methods import methods
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers import Quantizer
+from qupel.parts.servers import Server
+from qupel.run.experiment import is_dense
+from qupel.run.recipes import Length, Settings, compose, find, recipes
+from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge
+from qupel.tasks.losses import losses
+from qupel.tasks.metrics import Metric
+from qupel.tasks.metrics import metrics as known_metrics
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
 
 Array = np.ndarray | Tensor
 Bits = int | dict[str, int]
+DEFAULT_BITS = 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +64,10 @@ class Client:
 
 @dataclass(frozen=True)
 class Fit:
-    """What a federation ends with: a model and a codebook per client, the global model, and the metrics by round."""
+    """What a federation ends with: a model and a codebook per client, the global model, and the metrics by round.
+
+    BatchNorm's statistics are measured on each client's training data, the global model's on all clients'.
+    """
 
     models: list[nn.Module]
     codebooks: list[Codebook]
@@ -56,20 +75,48 @@ class Fit:
     metrics: list[dict[str, Any]]
     names: list[str]
     engine: Choice  # whether clients were trained in stacks, and why
+    about: About  # what every client's file says
 
     @property
     def test(self) -> list[float]:
         """Each client's test score at the end: accuracy for labels, else the loss."""
         return list(self.metrics[-1]["clients"]["test"])
 
-    def save(self, folder: str | Path) -> list[Path]:
-        """Write every client's model as a packed file."""
+    @property
+    def quantized(self) -> list[dict[str, int]]:
+        """Each client's quantized layers and their bits; everything else is full precision."""
+        return [{slot.name: bits_for(len(c)) for slot, c in codebook} for codebook in self.codebooks]
+
+    def save(self, folder: str | Path, to: Format = "packed", rest: Rest = "fp32") -> list[Path]:
+        """Write every client's model and return the files.
+
+        to    "packed": read by `load`; the command line runs it if the network is one of `qupel models`.
+              "onnx": any network, runs without its code; "coreml": on Apple's devices
+        rest  "fp16": what is not quantized in half precision
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"client-{i:03d}.safetensors" for i in range(len(self.models))]
-        for path, model, codebook, name in zip(paths, self.models, self.codebooks, self.names, strict=True):
-            save(path, model, codebook, about=About(client=name))
+        scores = self.metrics[-1].get("clients", {}).get("test") or [None] * len(self.models)
+        paths = []
+        for i, (model, codebook) in enumerate(zip(self.models, self.codebooks, strict=True)):
+            path = folder / f"client-{i:03d}{SUFFIX.get(to, '')}"
+            told = {} if scores[i] is None or not self.about.classes else {"test": round(scores[i], 6)}
+            about = replace(self.about, client=self.names[i], extra={**self.about.extra, **told})
+            write(path, model, codebook, about, to, rest)
+            paths.append(path)
         return paths
+
+
+def load(path: str | os.PathLike[str], module: nn.Module | None = None) -> nn.Module:
+    """The model in a packed file, ready for inference, bit for bit as it was saved.
+
+    module: a network of your own, which is filled; without it the file must name one of `qupel models`.
+    """
+    packed = file.load(path)
+    if module is None:
+        return packed.model()
+    packed.into(module)
+    return module.eval()
 
 
 def fit(
@@ -77,13 +124,17 @@ def fit(
     clients: Sequence[Client | Sequence[Array]],
     *,
     method: str | Sequence[Phase] = "qupel",
-    bits: Bits | Sequence[Bits] = 2,
+    quantizer: str | Quantizer | None = None,
+    server: str | Server | None = None,
+    bits: Bits | Sequence[Bits] | None = None,
     rounds: int = 30,
     local_steps: int = 10,
     batch: int = 20,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
+    metrics: Sequence[str] | Mapping[str, Metric] = (),
     settings: Settings | None = None,
     layers: Sequence[str] | None = None,
+    levels: Literal["layer", "channel"] = "layer",
     seed: int = 0,
     sample: float = 1.0,
     weighted: bool = False,
@@ -98,31 +149,36 @@ def fit(
     """Train a personal model for every client and return them all.
 
     model:    any module with Linear or Conv layers; its weights are where every client starts. It is not changed.
+              Frozen parameters (requires_grad=False) stay as they are, at full precision.
     clients:  `Client`s, or tuples (train inputs, train targets[, test inputs, test targets]).
-    method:   a recipe (`qupel methods`), or phases of your own.
-    bits:     for all clients or one entry each: 1 to 8, 32 for full precision, or a table layer -> bits.
-    loss:     (outputs, targets) -> mean loss; cross entropy for int targets and mean squared error for float ones.
+    method:   a recipe or a method (`qupel methods`), "module:Name" of your own, or phases.
+    quantizer, server: of a method; by default its own quantizer, and the mean.
+    bits:     for all clients or one entry each: 1 to 8, 32 for full precision, or a table layer -> bits. By default
+              the method's own: 32 for FedAvg with and without tuning, 2 for all others.
+    layers:   which layers get the bits: by default every Linear and Conv weight but the first and the last.
+              `Fit.quantized` tells; fewer bits than 32 for no layer at all are refused.
+    levels:   one set of levels a layer, or scaled by each output "channel".
+    loss:     a name, or (outputs, targets) -> mean loss; by default cross entropy for int targets, mean squared error
+              for float ones.
+    metrics:  names, or name -> (outputs, targets) -> number, beside loss and accuracy.
     evaluate_sample: share of the clients that are judged on the way; at the end of a phase all are.
     diagnostics: measure what the theorems speak of at every evaluation (docs/theory.md).
     vectorize: clients trained in stacks: "on", "off", or "auto", where a quick look says that it pays.
     workers:  more than 1: that many processes; model and loss must then be importable (not defined in a notebook).
-    out:      a folder for checkpoints: a fit that is killed goes on from there when called again.
+    out:      a folder for checkpoints, metrics and a summary: a fit that is killed goes on from there when called again
+              with the same model, loss, data and settings; called with any other it is refused.
     """
     people = [c if isinstance(c, Client) else _client(c, i) for i, c in enumerate(clients)]
     if not people:
         raise UserError("clients: at least one is needed")
     data, parts = _pool(people)
-    layout = Layout.of(model)
-    each = list(bits) if isinstance(bits, Sequence) else [bits] * len(people)
-    if len(each) != len(people):
-        raise UserError(f"bits: {len(each)} entries for {len(people)} clients")
     default = nn.functional.mse_loss if data.train.targets.is_floating_point() else nn.functional.cross_entropy
     job = Job(
         module=copy.deepcopy(model),
-        loss=loss or default,
+        loss=losses[loss] if isinstance(loss, str) else loss or default,
         data=data,
         parts=parts,
-        plans=[plan_bits(layout, b, layers) for b in each],
+        plans=_plans(model, bits, layers, method, len(people), levels == "channel"),
         phases=[],
         seed=seed,
         local_steps=local_steps,
@@ -133,21 +189,27 @@ def fit(
         evaluate_sample=evaluate_sample,
         transform=Transform.of(data),
         names=[p.name or f"client {i}" for i, p in enumerate(people)],
-        diagnostics=diagnostics,
+        diagnostics=None if diagnostics == "off" else Diagnostics(diagnostics),
+        metrics=metrics if isinstance(metrics, Mapping) else {name: known_metrics[name] for name in metrics},
     )
-    job = job.with_phases(_phases(method, settings or Settings(), rounds, job))
+    job = job.with_phases(_phases(method, quantizer, server, settings or Settings(), rounds, job))
+    if bits is not None and any(job.plans) and is_dense(job.phases[-1]):
+        last = methods.name_of(job.phases[-1].method)
+        raise UserError(f"bits: the last phase, {last}, ships full precision; leave bits out, or change the method")
     check_trainable(job)
     checkpoints = None
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
-        checkpoints = Checkpoints(Path(out), _fingerprint(job))
+        checkpoints = Checkpoints(Path(out), of_job(job))
     job, choice = settled(job, vectorize, Path(out) if out is not None else None)
-    if workers > 1:
-        with Pool(workers) as pool:
-            engine: Engine = Workers(pool, job)
-            return _collect(job, engine, run(job, engine, checkpoints=checkpoints, watch=watch), choice)
-    with Inline(job) as engine:
-        return _collect(job, engine, run(job, engine, checkpoints=checkpoints, watch=watch), choice)
+    label = method if isinstance(method, str) else "own phases"
+    with ExitStack() as stack:
+        crew = stack.enter_context(Pool(workers)) if workers > 1 else None
+        engine: Engine = Workers(crew, job) if crew else stack.enter_context(Inline(job))
+        finished = run(job, engine, checkpoints=checkpoints, watch=watch)
+        if out is not None and job.data.classes is not None:
+            _summarize(job, label, finished, Path(out))
+        return _collect(job, engine, finished, choice, label)
 
 
 def _client(arrays: Sequence[Array], i: int) -> Client:
@@ -156,16 +218,45 @@ def _client(arrays: Sequence[Array], i: int) -> Client:
     return Client(arrays[0], arrays[1], *arrays[2:])  # type: ignore[arg-type]
 
 
-def _phases(method: str | Sequence[Phase], settings: Settings, rounds: int, job: Job) -> list[Phase]:
+def _plans(
+    model: nn.Module,
+    bits: Bits | Sequence[Bits] | None,
+    layers: Sequence[str] | None,
+    method: str | Sequence[Phase],
+    clients: int,
+    channels: bool,
+) -> list[Plan]:
+    if bits is None:
+        if isinstance(method, str):
+            own = find(method).bits if method in recipes else None
+        else:
+            own = FULL_PRECISION if all(is_dense(phase) for phase in method) else None
+        bits = own or DEFAULT_BITS
+    each = list(bits) if isinstance(bits, Sequence) else [bits] * clients
+    if len(each) != clients:
+        raise UserError(f"bits: {len(each)} entries for {clients} clients")
+    layout = Layout.of(model)
+    return [plan_bits(layout, b, layers, channels) for b in each]
+
+
+def _phases(
+    method: str | Sequence[Phase],
+    quantizer: str | Quantizer | None,
+    server: str | Server | None,
+    settings: Settings,
+    rounds: int,
+    job: Job,
+) -> list[Phase]:
     if not isinstance(method, str):
         return list(method)
-    if method not in RECIPES:
-        raise UserError(f"unknown method {method!r}; allowed: {', '.join(RECIPES)}, or a list of phases")
-    recipe = RECIPES[method]
+    length = Length(rounds, job.local_steps, job.steps_per_epoch)
+    if method in methods or (method not in recipes and isinstance(recipes[method], type)):
+        return [compose(method, quantizer, server, settings, length)]
+    if quantizer is not None or server is not None:
+        raise UserError(f"quantizer and server go with a method: {', '.join(methods)}; {method} is a recipe")
+    recipe = find(method)
     given = settings.model_dump(exclude_unset=True)
-    known = {k: v for k, v in recipe.defaults.items() if k in Settings.model_fields}
-    budget = Budget(rounds, job.local_steps, job.steps_per_epoch)
-    return recipe.phases(Settings(**{**known, **given}), budget)
+    return recipe.phases(Settings(**{**recipe.defaults, **given}), length)
 
 
 def _pool(people: Sequence[Client]) -> tuple[sources.Dataset, list[partition.Part]]:
@@ -193,21 +284,44 @@ def _columns(people: Sequence[Client], split: str) -> list[list[Array]]:
     return [[getattr(p, f"{split}_{kind}") for p in people] for kind in ("inputs", "targets")]
 
 
-def _fingerprint(job: Job) -> str:
-    parts = [repr([asdict(p.method) | {"rounds": p.rounds} for p in job.phases]), repr(job.plans), str(job.seed)]
-    parts += [str(job.local_steps), str(job.batch), str(job.sample), str(job.weighted), repr(Layout.of(job.module))]
-    digest = hashlib.sha256("\n".join(parts).encode())
-    for tensor in (Layout.of(job.module).flatten(job.module), job.data.train.inputs, job.data.train.targets):
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _summarize(job: Job, label: str, finished: Finished, folder: Path) -> None:
+    from qupel.report.summary import write_summary  # with scipy, which takes its time to load
+
+    seconds, note = finished.lines[-1]["seconds"], job.data.note
+    cell = {"label": label, "seed": job.seed, "seconds": seconds, "data_note": note, "lines": finished.lines}
+    write_summary([cell], folder, one=len(job.parts) == 1)
 
 
-def _collect(job: Job, engine: Engine, finished: Finished, choice: Choice) -> Fit:
+def _collect(job: Job, engine: Engine, finished: Finished, choice: Choice, label: str) -> Fit:
     judge, models, codebooks = Judge(job.module, job.loss), [], []
     for client in range(len(job.parts)):
         deployed = engine.deployed(job.rounds - 1, finished.w, client)
         models.append(copy.deepcopy(judge.load(deployed.x, job.calibration(client))))
         codebooks.append(deployed.codebook)
-    whole = copy.deepcopy(job.module)
-    Layout.of(whole).load(whole, finished.w)
-    return Fit(models, codebooks, whole, finished.lines, list(job.names), choice)
+    whole = copy.deepcopy(judge.load(finished.w[0], _everybody(job)))
+    about = _about(job, whole, label)
+    return Fit(models, codebooks, whole, finished.lines, list(job.names), choice, about)
+
+
+def _everybody(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
+    """Training data of all clients together for the global model's BatchNorm, drawn from its own address."""
+    rows = np.concatenate([p.train_rows for p in job.parts])
+    some = generator(job.seed, "calibrate all").permutation(len(rows))[:CALIBRATION_SAMPLES]
+    batches = -(-len(some) // EVALUATION_BATCH)
+    return chunks(job.data.train.take(rows[some]), -(-len(some) // batches), job.transform)
+
+
+def _about(job: Job, module: nn.Module, label: str) -> About:
+    """What the files say: enough to feed the model, and its name where it is one of ours."""
+    data, shape = job.data, tuple(job.data.train.inputs.shape[1:])
+    with torch.inference_mode():
+        outputs = module(job.transform.apply(data.train.inputs[:1]))
+    classes = outputs.shape[1] if data.classes is not None and isinstance(outputs, Tensor) and outputs.ndim == 2 else 0
+    return About(
+        model=known_as(module, shape, classes) if classes else "",
+        input_shape=shape,
+        classes=classes,
+        mean=data.mean,
+        std=data.std,
+        extra={"method": label, "seed": job.seed},
+    )

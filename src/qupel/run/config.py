@@ -7,7 +7,6 @@ import difflib
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,12 +24,9 @@ from pydantic import (
     model_validator,
 )
 
-from qupel.core.schedule import Schedule
 from qupel.deploy.budget import parse_size
-from qupel.parts.methods import methods
 from qupel.parts.phase import Phase, phase_from
-from qupel.parts.servers import servers
-from qupel.run.recipes import Settings, find, recipes
+from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks import zoo
 from qupel.util.errors import UserError
 
@@ -107,19 +103,9 @@ class MethodConfig(Settings):
             raise ValueError("give either recipe, or method, or phases")
         if self.method is None and (self.quantizer is not None or self.server is not None):
             raise ValueError(f"quantizer and server go with method; {ways[0]} has its own")
-        self.composed(1, 0.1)
+        if self.method is not None:
+            compose(self.method, self.quantizer, self.server, self, Length(1, 1, 1))  # its mistakes are found here
         return self
-
-    def composed(self, rounds: int, eta1: float | Schedule) -> Phase | None:
-        """`method` with its quantizer and server as one phase; what its table leaves out comes from the settings."""
-        if self.method is None:
-            return None
-        table = {"name": self.method} if isinstance(self.method, str) else dict(self.method)
-        known = {f.name for f in fields(methods[str(table.get("name"))])}  # type: ignore[arg-type]
-        given = {"eta1": eta1, "optimizer": self.x_optimizer(), "quantizer": self.quantizer}
-        table = {k: v for k, v in given.items() if k in known and v is not None} | table
-        server = servers.build(self.server or "mean", "server")
-        return Phase(methods.build(table, "method"), rounds, server)
 
     @field_validator("model")
     @classmethod
@@ -260,7 +246,8 @@ def _base(recipe: Any, shared: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(recipe, str) or recipe not in recipes:
         return shared
     found = find(recipe)
-    return {**shared, **found.defaults} if found.fixed else {**found.defaults, **shared}
+    own = found.defaults if found.bits is None else {**found.defaults, "bits": found.bits}
+    return {**shared, **own} if found.fixed else {**own, **shared}
 
 
 def _set(raw: dict[str, Any], override: str) -> None:

@@ -2,13 +2,13 @@
 
 RUN/config.json                  the whole config
 RUN/shared/...                   what cells share: the FedAvg warm-up of equal recipes, trained once a seed
-RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/
+RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/;
+                                 scores.npz where there are many clients
 RUN/summary.json, summary.md     the comparison
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qupel.core.codebook import Plan, plan_bits
 from qupel.core.layout import Layout
@@ -33,18 +33,23 @@ from qupel.data.batches import Transform
 from qupel.deploy.about import About
 from qupel.deploy.budget import Planner, parse_size
 from qupel.deploy.file import load, save
-from qupel.engine import ranks
+from qupel.engine import ranks, scores
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import RECORD, settled
+from qupel.engine.door import check_trainable
+from qupel.engine.fingerprint import digest
 from qupel.engine.group import Group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.engine.rounds import Engine, Failed, Progress, Stopped, check_trainable, run
+from qupel.engine.rounds import Engine, Failed, Progress, Stopped, run
 from qupel.engine.workers import Pool, Workers
-from qupel.parts.methods import FedAvg, Local, Phase
+from qupel.paper.diagnostics import Diagnostics
+from qupel.parts.base import Rows
+from qupel.parts.methods.base import quantizer_of
+from qupel.parts.phase import Phase
 from qupel.run import config as configs
 from qupel.run.config import Config, MethodConfig
-from qupel.run.recipes import RECIPES, Budget
+from qupel.run.recipes import Length, compose, find
 from qupel.tasks import zoo
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
@@ -155,7 +160,7 @@ def assemble(
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
         upload_bound=config.upload_bound,
         transform=Transform.of(data, augment=config.data.augment),
-        diagnostics=config.diagnostics,
+        diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
     )
     return job.with_phases(build_phases(method, config.rounds, job, cell.label))
 
@@ -192,13 +197,13 @@ def describe(
 
 
 def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> list[Phase]:
-    if (method.recipe is None) == (method.phases is None):
-        raise UserError(f"methods.{label}: give either recipe or phases")
     if method.phases is not None:
-        return [Phase(p.method, p.rounds) for p in method.phases]
-    assert method.recipe is not None
-    budget = Budget(rounds, job.local_steps, job.steps_per_epoch)
-    return RECIPES[method.recipe].phases(method, budget)
+        return list(method.phases)
+    length = Length(rounds, job.local_steps, job.steps_per_epoch)
+    if method.recipe is None:
+        assert method.method is not None
+        return [compose(method.method, method.quantizer, method.server, method, length)]
+    return find(method.recipe).phases(method, length)
 
 
 # --- running ---
@@ -251,12 +256,15 @@ def run_experiment(
     reuse: Sequence[Path] = (),
     device: str = "cpu",
 ) -> list[dict[str, Any]]:
-    """Run every cell that is not done and return all results. Raises `Stopped` when asked to stop.
+    """Run every cell that is not done, write the summary and return all results. Raises `Stopped` when asked to stop.
 
     start: gives the processes that several workers are: `Pool`, or `group.start`.
     reuse: other run directories; a cell that one of them has done with the same settings is taken over.
     device: where models and data live; on any but the CPU all clients are trained in this process.
     """
+    from qupel.report.runs import read_result
+    from qupel.report.summary import write_summary  # with scipy, which no worker needs
+
     place = check_device(device)
     if place.type != "cpu" and start is not Pool:
         raise UserError(f"device {device}: ranks compute on CPUs")
@@ -281,7 +289,9 @@ def run_experiment(
         else:
             for cell in left:
                 run_cell(config, cell, out, None, workers, watch, should_stop, place)
-    return [json.loads(result_file(out, cell).read_text()) for cell in todo]
+    results = [read_result(result_file(out, cell)) for cell in todo]
+    write_summary(results, out, one=config.split.kind == "one")
+    return results
 
 
 def alike(config: Config, todo: Sequence[Cell]) -> list[list[Cell]]:
@@ -380,21 +390,26 @@ def run_cell(
             watch=lambda p: watch(cell, p),
             should_stop=should_stop,
         )
-        if config.save_models:
+        files = (
             save_models(config, cell, built, engine, finished.w, folder, finished.lines[-1])
+            if config.save_models
+            else None
+        )
     result = {
         "label": cell.label,
         "seed": cell.seed,
         "fingerprint": checkpoints.fingerprint,
         "config": shared_settings(config, cell),
         "method": json.loads(config.methods[cell.label].model_dump_json()),
-        "phases": [{"rounds": p.rounds, **asdict(p.method)} for p in job.phases],
+        "phases": [p.table() for p in job.phases],
         "seconds": finished.lines[-1]["seconds"] if begin is None else time.monotonic() - began,
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {**machine(), "device": device_name(device)},
+        "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
         "engine": json.loads((folder / RECORD).read_text()),
         "data_note": job.data.note,
-        "lines": finished.lines,
+        **({} if files is None else {"files": files}),  # bytes of each client's
+        "lines": [scores.short(line) for line in finished.lines],
     }
     write_json(done, json.loads(json.dumps(result, default=str)))
     checkpoints.remove()
@@ -402,7 +417,7 @@ def run_cell(
 
 def warmup_of(job: Job) -> Job:
     """The first phase of a job, for which no client needs bits."""
-    return replace(job, phases=job.phases[:1], plans=[{} for _ in job.plans])
+    return replace(job, phases=job.phases[:1], plans=[Plan() for _ in job.plans])
 
 
 def shared_warmup(
@@ -414,7 +429,7 @@ def shared_warmup(
     workers: int,
     watch: Callable[[Cell, Progress], None],
     should_stop: Callable[[], bool],
-) -> tuple[int, Tensor, list[dict[str, Any]], Path | None]:
+) -> tuple[int, Rows, list[dict[str, Any]], Path | None]:
     """(rounds, w, metrics, clients' states) of the full-precision phase that this cell begins with, trained once for
     all cells that do so; the result is the same bits."""
     only = warmup_of(job)
@@ -432,8 +447,8 @@ def shared_warmup(
 
 
 def is_dense(phase: Phase) -> bool:
-    """No client is quantized in this phase, whatever its bits: FedAvg, or a warm-up alone."""
-    return isinstance(phase.method, FedAvg) or (isinstance(phase.method, Local) and not phase.method.quantize)
+    """No client is quantized in this phase, whatever its bits."""
+    return quantizer_of(phase.method) == "none"
 
 
 def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None:
@@ -450,38 +465,43 @@ def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None
         if (path.parent / "models").exists():
             shutil.copytree(path.parent / "models", done.parent / "models", dirs_exist_ok=True)
         shutil.copy(path.parent / "metrics.jsonl", done.parent)
+        scores.copy(path.parent, done.parent)
         write_json(done, {**result, "label": cell.label, "taken_from": f"{path.parents[2].name}/{path.parent.name}"})
         return
 
 
 def save_models(
-    config: Config, cell: Cell, job: Job, engine: Engine, w: Tensor, folder: Path, line: dict[str, Any]
-) -> None:
-    """models/client-000.safetensors and so on: what each client ships, packed and checked against its budget."""
+    config: Config, cell: Cell, job: Job, engine: Engine, w: Rows, folder: Path, line: dict[str, Any]
+) -> list[int]:
+    """models/client-000.safetensors and so on: what each client ships, packed and checked against its budget. Returns
+    the bytes of each file."""
     target = folder / "models"
     target.mkdir(exist_ok=True)
     judge, data = Judge(job.module, job.loss), job.data
     budgets = [parse_size(text) for text in config.budgets()]
+    sizes = []
     for client in range(len(job.parts)):
         model = engine.deployed(job.rounds - 1, w, client).cpu()
         module = judge.load(model.x, job.calibration(client))
-        test = line["clients"]["test"][client] if "clients" in line else line["test"]
+        test = line["clients"]["test"][client]
         allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
         about = describe(config, cell, data, job.name(client), test, allowed)
         written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
         if allowed is not None and written > allowed:
             raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {allowed}")
+        sizes.append(written)
+    return sizes
 
 
 def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
     """What a cell's numbers depend on, as a short hash."""
     described = json.loads(config.model_dump_json())
     parts = shared_settings(config, cell)
-    parts["phases"] = [{"rounds": p.rounds, **asdict(p.method)} for p in phases]
+    parts["phases"] = [p.table() for p in phases]
     parts["bits"] = described["methods"][cell.label]["bits"] or [described["bits"], described["budget"]]
     if all(is_dense(p) for p in phases):
         del parts["bits"]  # no client is quantized
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return digest(parts)
 
 
 def shared_settings(config: Config, cell: Cell) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from qupel.core.optim import SGD, Adam, Optimizer
 from qupel.core.schedule import Follow, Schedule, Travel
+from qupel.parts.methods import methods
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
@@ -22,6 +23,7 @@ from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.proxquant import ProxQuant
+from qupel.parts.servers import servers
 from qupel.util.errors import UserError
 from qupel.util.registry import Registry
 
@@ -32,7 +34,7 @@ class Length:
 
     rounds: int
     local_steps: int
-    epoch_steps: int
+    epoch_steps: float
 
     def epochs(self, rounds: int) -> float:
         return rounds * self.local_steps / self.epoch_steps
@@ -228,6 +230,15 @@ class Recipe:
 
 
 recipes: Registry[Recipe] = Registry("recipe")
+
+
+def compose(method: str | dict[str, Any], quantizer: Any, server: Any, settings: Settings, length: Length) -> Phase:
+    """One method for all rounds, with a quantizer and a server; what its table leaves out comes from the settings."""
+    table = {"name": method} if isinstance(method, str) else dict(method)
+    known = {f.name for f in fields(methods[str(table.get("name"))])}  # type: ignore[arg-type]
+    given = {"eta1": settings.x_schedule(length), "optimizer": settings.x_optimizer(), "quantizer": quantizer}
+    table = {k: v for k, v in given.items() if k in known and v is not None} | table
+    return Phase(methods.build(table, "method"), length.rounds, servers.build(server or "mean", "server"))
 
 
 def find(name: str) -> Recipe:

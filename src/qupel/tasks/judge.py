@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from qupel.core.layout import Layout
 from qupel.tasks.metrics import Metric
-from qupel.tasks.task import Loss
+from qupel.tasks.task import Loss, is_finite
 
 Batches = Iterable[tuple[Tensor, Tensor]]
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
@@ -59,7 +59,7 @@ class Judge:
         with torch.inference_mode():
             for inputs, targets in test:
                 outputs = module(inputs)
-                loss += float(self.loss(outputs, targets)) * len(targets)
+                loss += self._loss(outputs, targets) * len(targets)
                 count += len(targets)
                 labelled = targets.dtype == torch.int64 and outputs.ndim == 2
                 if labelled:
@@ -76,6 +76,14 @@ class Judge:
             return {}
         outputs, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
         return {name: float(metric(outputs, targets)) for name, metric in self.metrics.items()}
+
+    def _loss(self, outputs: Tensor, targets: Tensor) -> float:
+        try:
+            return float(self.loss(outputs, targets))
+        except Exception:  # some losses refuse what is not a number
+            if is_finite(outputs):
+                raise
+            return float("nan")
 
 
 @torch.no_grad()

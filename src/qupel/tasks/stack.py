@@ -65,7 +65,8 @@ class StackTask:
 
 def _forward(module: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
     layers = _chain(module)
-    if not all(_takes_a_stack(layer) for layer in layers):
+    trained = all(p.requires_grad for p in module.parameters())  # frozen ones are the same for all clients
+    if not (trained and all(_takes_a_stack(layer) for layer in layers)):
         return vmap(lambda parameters, inputs: functional_call(module, parameters, (inputs,)), randomness="error")
     names = {id(p): name for name, p in module.named_parameters()}
     chain = [(layer, {own: names[id(p)] for own, p in layer.named_parameters()}) for layer in layers]

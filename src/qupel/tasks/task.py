@@ -98,8 +98,14 @@ class ModuleTask:
     ) -> Evaluated:
         inputs, targets = batch
         self.values.copy_(x)
-        outputs = self.module(inputs)
-        value = (loss or self.loss)(outputs, targets, *given)
+        outputs = None
+        try:
+            outputs = self.module(inputs)
+            value = (loss or self.loss)(outputs, targets, *given)
+        except Exception as e:  # some losses refuse what is not a number
+            if is_finite(x) and is_finite(outputs):
+                raise
+            raise Diverged(f"{str(e).splitlines()[0]}; {first_bad(x, self.layout)}") from e
         found = gradients(value, self.parameters, self.layout.slots if slots is None else slots)
         number = value.item()
         if not math.isfinite(number):
@@ -113,6 +119,11 @@ class ModuleTask:
 
     def value(self, x: Tensor, batch: Batch) -> Value:
         return float(self.loss(self.outputs(x, batch[0]), batch[1]))
+
+
+def is_finite(value: object) -> bool:
+    """Whether nothing in it is known to be infinite or NaN; what is no tensor of numbers is not known."""
+    return not (isinstance(value, Tensor) and value.is_floating_point()) or bool(torch.isfinite(value).all())
 
 
 def for_training(module: nn.Module) -> nn.Module:

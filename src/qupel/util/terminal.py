@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,12 +59,28 @@ class Watcher:
             err.print(f"round {progress.round}: {note}", highlight=False, soft_wrap=True, markup=False)
         if self.live:
             seen = f"  {100 * line['test']:.1f} %" if line else ""
-            text = f"{cell.label}, seed {cell.seed}  loss {progress.loss:.3f}{seen}"
+            loss = losses_text(progress.loss, progress.loss_quantized, 3)
+            text = f"{cell.label}, seed {cell.seed}{loss}{seen}"
             self.bar.update(self.task, completed=sum(self.done.values()), description=text[:46])
         elif line:
             sent = f"  {line['upload_bytes'] / 1e6:.2f} MB sent per client" if line["upload_bytes"] else ""
             head = f"{cell.label}, seed {cell.seed}: round {progress.round}/{progress.rounds}"
-            out.print(f"{head}  loss {line['loss']:.4f}  test {100 * line['test']:.2f} %{sent}", highlight=False)
+            loss = losses_text(line.get("train_loss", math.nan), line.get("train_loss_quantized", math.nan))
+            out.print(f"{head}{loss}  test {100 * line['test']:.2f} %{sent}", highlight=False)
+        if line and progress.round == progress.rounds and line.get("never_took_part"):
+            err.print(f"{cell.label}, seed {cell.seed}: {never_text(line)}", highlight=False)
+
+
+def losses_text(x: float, quantized: float, digits: int = 4) -> str:
+    """The training losses that were evaluated: f(x), and f(Q(x)) behind it."""
+    parts = [("  loss ", x), ("  quantized loss " if math.isnan(x) else " (quantized ", quantized)]
+    text = "".join(f"{name}{v:.{digits}f}" for name, v in parts if not math.isnan(v))
+    return f"{text})" if "(" in text else text
+
+
+def never_text(line: dict[str, Any]) -> str:
+    count = line["never_took_part"]
+    return f"{count} clients never took part" if count > 1 else "1 client never took part"
 
 
 @contextmanager

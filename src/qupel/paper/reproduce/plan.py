@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from qupel.paper.published import AT, place
+from qupel.report.runs import read_result
 from qupel.run.config import Config, explain, merge, validate
 from qupel.run.experiment import Cell, cells, result_file
 from qupel.util.errors import UserError
@@ -82,7 +83,7 @@ def read_config(run: Path) -> Config:
 def results(run: Path, config: Config) -> list[dict[str, Any]]:
     """The results of the cells that are done, in their order."""
     found = (result_file(run, cell) for cell in cells(config))
-    return [json.loads(path.read_text()) for path in found if path.exists()]
+    return [read_result(path) for path in found if path.exists()]
 
 
 # --- what is done and what is left ---

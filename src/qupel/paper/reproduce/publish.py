@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from qupel.paper import published as paper
 from qupel.paper.reproduce import plan
-from qupel.report import charts, figures, paper
+from qupel.report import charts, figures
 from qupel.report.runs import load_runs
 from qupel.run.config import Config
 from qupel.util.errors import UserError
@@ -50,32 +51,35 @@ def publish(run: Path, what: str, target: Path) -> list[Path]:
     target.mkdir(parents=True, exist_ok=True)
     name = f"{what}-{about['scale']}"
     if what == "figure1":
-        made = [(path, target / f"{name}{path.suffix}") for path in draw_figure(run)]
-    else:
-        write_tables(run)
-        made = [(run / f"table.{suffix}", target / f"{name}.{suffix}") for suffix in ("md", "csv", "tex")]
-    for source, copy in made:
-        shutil.copy(source, copy)
-    written = [copy for _, copy in made]
-    if what != "figure1":
-        page = target / f"{name}.md"
-        page.write_text(
-            f"# {what}, scale {about['scale']}\n\n{_origin(what, about['scale'], config, done)}\n{page.read_text()}"
-        )
-        raw = target / f"{name}.json"
-        raw.write_text(json.dumps(_raw(about, config, done)) + "\n")
-        written.append(raw)
-    return written
+        return [Path(shutil.copy(path, target / f"{name}{path.suffix}")) for path in draw_figure(run)]
+    raw = target / f"{name}.json"
+    write_atomic(raw, json.dumps(_raw(about, config, done)) + "\n")
+    return [*rewrite(raw), raw]
 
 
-def _origin(what: str, scale: str, config: Config, done: Sequence[Result]) -> str:
+def rewrite(raw: Path) -> list[Path]:
+    """The table as Markdown, CSV and LaTeX from its published numbers, beside them."""
+    about = json.loads(raw.read_text())
+    note = about["data_note"]
+    done = [{**c, "data_note": note, "lines": [{"clients": c["clients"]}]} for c in about["cells"]]
+    grid = paper.grid(about["table"], done, about["rows"], paper.NOTES[about["scale"]])
+    head = f"# {about['table']}, scale {about['scale']}\n\n{_origin(about)}\n"
+    texts = {".md": head + paper.as_markdown(grid), ".csv": paper.as_csv(grid), ".tex": paper.as_latex(grid)}
+    for suffix, text in texts.items():
+        write_atomic(raw.with_suffix(suffix), text)
+    return [raw.with_suffix(suffix) for suffix in texts]
+
+
+def _origin(about: dict[str, Any]) -> str:
     """Where the numbers come from: command, seeds, machine, time, code."""
+    done = about["cells"]
     own = [r for r in done if "taken_from" not in r]
     machine = done[0]["machine"]
     commits = ", ".join(sorted({str(r["machine"]["commit"]) for r in done}))
     taken = f", {len(done) - len(own)} of them taken over from another table" if len(own) < len(done) else ""
     return (
-        f"`qupel reproduce {what} --scale {scale} --seeds {len(config.seeds)}`; {len(done)} cells{taken}; "
+        f"`qupel reproduce {about['table']} --scale {about['scale']} --seeds {len(about['config']['seeds'])}`; "
+        f"{len(done)} cells{taken}; "
         f"{machine['cpus']} CPUs ({machine['processor']}), Python {machine['python']}, torch {machine['torch']}, "
         f"commit {commits}; {sum(r['seconds'] for r in own) / 60:.0f} minutes of training.\n"
     )
@@ -85,10 +89,11 @@ def _raw(about: dict[str, Any], config: Config, done: Sequence[Result]) -> dict[
     """Every cell's curve and last accuracies by client; the settings once."""
     shared = json.loads(config.model_dump_json(exclude={"methods"}))
     phases = {r["label"]: r["phases"] for r in done}
-    curve = ("round", "epoch", "method", "loss", "test", "float_test", "bits")
+    curve = ("round", "epoch", "method", "train_loss", "train_loss_quantized", "test", "float_test", "bits")
     cells = [
         {k: r[k] for k in ("label", "seed", "fingerprint", "seconds", "finished", "machine", "taken_from") if k in r}
         | {"clients": r["lines"][-1]["clients"], "lines": [{k: x[k] for k in curve if k in x} for x in r["lines"]]}
         for r in done
     ]
-    return {**about, "config": shared, "phases": phases, "cells": cells}
+    note = next((r["data_note"] for r in done if r["data_note"]), "")
+    return {**about, "data_note": note, "config": shared, "phases": phases, "cells": cells}

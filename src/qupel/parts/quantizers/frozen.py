@@ -32,11 +32,11 @@ class Frozen:
         return before.codebook.hard(before.x), before.codebook
 
     def gradient(self, x: Tensor, codebook: Codebook, task: Task, batch: Batch, clock: Clock) -> Descent:
-        found = task.gradient(x, batch)
-        codes = codebook.assign(x)  # every weight sits exactly on its center, so this is its frozen assignment
-        h = level_gradients(codebook, codes, found.gradient, self.center_gradient, self.clip)
-        info = Info(loss=found.loss, quantized_loss=found.loss if codebook else None)  # x = Q(x)
-        return Descent(found.gradient, info, codes, h)
+        near = codebook.nearest(x)  # x itself, with its frozen assignment; after a method has put w in its place, Q(w)
+        found = task.gradient(near.q, batch)
+        h = level_gradients(codebook, near.codes, found.gradient, self.center_gradient, self.clip)
+        info = Info(quantized_loss=found.loss) if codebook else Info(loss=found.loss)
+        return Descent(found.gradient, info, near.codes, h)
 
     def settle(
         self, y: Tensor, codebook: Codebook, descent: Descent, task: Task, batch: Batch, eta1: Schedule, clock: Clock

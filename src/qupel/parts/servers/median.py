@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from qupel.parts.base import Rows, Upload
 from qupel.parts.servers.base import ServerState, servers
@@ -13,8 +14,8 @@ from qupel.parts.servers.base import ServerState, servers
 @servers.register("median", paper="Yin, Chen, Ramchandran, Bartlett, ICML 2018")
 @dataclass(frozen=True)
 class Median:
-    """w_k = median over clients of w_{i,k}; of an even number the mean of the middle two. Shares do not count, and all
-    uploads of a round are in memory."""
+    """w_k = median over clients of w_{i,k}; of an even number the mean of the middle two. Shares do not count, but
+    a row of share 0 was not sent; all uploads of a round are in memory."""
 
     def start(self, w: Rows) -> ServerState:
         return ()
@@ -22,10 +23,17 @@ class Median:
     def send(self, w: Rows, state: ServerState) -> Rows:
         return w
 
-    def add(self, so_far: list[Rows] | None, upload: Upload, share: float) -> list[Rows]:
-        return [*(so_far or []), tuple(row.clone() for row in upload.rows)]
+    def add(self, so_far: list[list[Tensor]] | None, upload: Upload, share: float) -> list[list[Tensor]]:
+        sent = [True] * len(upload.rows) if upload.shares is None else (upload.shares > 0).tolist()
+        columns = [[] for _ in upload.rows] if so_far is None else so_far
+        for column, row, counts in zip(columns, upload.rows, sent, strict=True):
+            column.extend([row.clone()] if counts else [])
+        return columns
 
-    def finish(self, w: Rows, so_far: list[Rows], state: ServerState) -> tuple[Rows, ServerState]:
-        n = len(so_far)
-        ordered = (torch.stack(rows).sort(0).values for rows in zip(*so_far, strict=True))  # each (n, d)
-        return tuple((rows[(n - 1) // 2] + rows[n // 2]) / 2 for rows in ordered), state
+    def finish(self, w: Rows, so_far: list[list[Tensor]], state: ServerState) -> tuple[Rows, ServerState]:
+        return tuple(_median(column) if column else old for column, old in zip(so_far, w, strict=True)), state
+
+
+def _median(rows: list[Tensor]) -> Tensor:
+    n, ordered = len(rows), torch.stack(rows).sort(0).values  # (n, d)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2

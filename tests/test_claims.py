@@ -1,0 +1,303 @@
+"""README and docs say what the committed numbers say: pages made again from their JSON, README's tables and sentences
+from the same. A number that is edited, or one that no file has, fails."""
+
+import csv
+import importlib.util
+import io
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from qupel.core.optim import Adam
+from qupel.core.prox import prox_weights
+from qupel.core.quantize import init_centers
+from qupel.core.schedule import Clock, Schedule
+from qupel.paper.reproduce import plan
+from qupel.paper.reproduce.publish import rewrite
+from qupel.parts.methods import State
+from qupel.paper import published as paper
+from qupel.report import tables
+from qupel.report.significance import over_seeds, seed_difference
+from qupel.run.recipes import RECIPES, Budget, Settings
+from qupel.tasks.judge import Judge
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+TABLES = ("table1-small", "table2-small", "table3-small")
+PAGES = ("demo", "mnist_federation", "cifar10_federation", "mnist_training", "resnet20")
+NUMBER = re.compile(r"\d+\.\d+")
+
+_spec = importlib.util.spec_from_file_location("publish_script", ROOT / "experiments" / "publish.py")
+publish = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(publish)
+
+
+def read(name):
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def plain(text):
+    return " ".join(text.split())
+
+
+# --- pages ---
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_made_of_its_numbers(name):
+    raw = read(name)
+    assert (RESULTS / f"{name}.md").read_text() == publish.page(name, raw)
+    for part in raw.values():
+        if "cells" not in part:
+            assert all(row["p"] is None for row in part["rows"])  # no p without the numbers it comes from
+            continue
+        for row, again in zip(part["rows"], publish.rows(part["cells"]), strict=True):
+            assert row.pop("by_bits") == pytest.approx(again.pop("by_bits"))
+            assert row == pytest.approx(again)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_of_the_paper_is_made_of_its_numbers(name, tmp_path):
+    shutil.copy(RESULTS / f"{name}.json", tmp_path)
+    rewrite(tmp_path / f"{name}.json")
+    for suffix in (".md", ".tex"):
+        assert (tmp_path / name).with_suffix(suffix).read_text() == (RESULTS / name).with_suffix(suffix).read_text()
+    made, kept = (csv.reader(io.StringIO((at / f"{name}.csv").read_text())) for at in (tmp_path, RESULTS))
+    for row, other in zip(made, kept, strict=True):
+        assert [_value(v) for v in row] == pytest.approx([_value(v) for v in other])
+
+
+def _value(text):
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def test_a_run_is_published_with_every_client_and_made_again_from_that(tmp_path):
+    from made_runs import result, write_run
+
+    cells = [{**result(label, seed), "files": [1000 + seed] * 20} for label in ("A", "B") for seed in range(3)]
+    for c in cells:
+        c["machine"] |= {"processor": "p", "torch": "2"}
+    raw = {"r": publish.section(write_run(tmp_path / "r", cells))}
+    publish.write("r", raw, tmp_path)
+    kept = json.loads((tmp_path / "r.json").read_text())
+    assert kept == raw
+    assert (tmp_path / "r.md").read_text() == publish.page("r", kept)
+    assert [c["lines"][-1]["clients"]["test"] for c in kept["r"]["cells"]] == [
+        pytest.approx(c["lines"][-1]["clients"]["test"]) for c in cells
+    ]
+    (row,) = (r for r in publish.rows(kept["r"]["cells"]) if r["label"] == "B")
+    (full,) = (r for r in tables.rows(cells) if r.label == "B")
+    assert (row["gain"], row["low"], row["p"], row["file_bytes"]) == pytest.approx(
+        (full.gain, full.low, full.p, full.file_bytes)
+    )
+    shutil.rmtree(tmp_path / "r" / "cells" / "000")
+    with pytest.raises(SystemExit, match="5 of 6 cells are done"):
+        publish.section(tmp_path / "r")
+
+
+# --- README ---
+
+
+def rows(name, run=None):
+    """label -> row of a page, as the library has it."""
+    found = read(name)[run or name]["rows"]
+    return {r["label"]: tables.Row(**{**r, "by_bits": {float(b): v for b, v in r["by_bits"].items()}}) for r in found}
+
+
+def columns(name, wanted):
+    """Lines of a page's table, these columns of it."""
+    head, body = tables.federation_table(list(rows(name).values()))
+    keep = [head.index(w) for w in wanted if w in head]
+    lines = tables.markdown([head[k] for k in keep], [[cells[k] for k in keep] for cells in body]).splitlines()
+    return [plain(line) for line in lines]
+
+
+def demo_claims():
+    found = rows("demo")
+    head, body = tables.federation_table(list(found.values()))
+    cell = next(c for c in read("demo")["demo"]["cells"] if c["label"] == "QuPeL")
+    full = found["FedAvg"].file_bytes
+    sizes = dict(zip(cell["lines"][-1]["clients"]["bits"], cell["files"], strict=True))
+    words = {15: "fifteenth", 10: "tenth"}
+    two, three = (words[round(full / sizes[bits])] for bits in (2.0, 3.0))
+    told = [plain(line) for line in tables.markdown(head, body).splitlines()]
+    told.append(f"A 2-bit file is a {two} of the full-precision one, a 3-bit file a {three}.")
+    count = {5: "five"}[found["QuPeL"].seeds]
+    assert found["FedAvg"].gain > 0
+    assert found["FedAvg"].p < 0.05
+    assert min(found[label].p for label in ("Local", "FedAvg + tuning")) >= 0.05
+    told.append(f"QuPeL ends above the shared model; {count} seeds of this tiny task do not tell it from training")
+    return told
+
+
+def mnist_claims():
+    one, after = rows("mnist_training"), rows("mnist_training", "mnist_afterwards")
+    f, seeds = rows("mnist_federation"), one["full precision"].seeds
+
+    def gain(label):
+        r = f[label]
+        return f"{r.gain:+.1f}", f"{r.low:+.1f} to {r.high:+.1f}"
+
+    (local, local_ends), (shared, shared_ends), (tuned, tuned_ends) = map(gain, ("Local", "FedAvg", "FedAvg + tuning"))
+    times = {12: "twelve"}[round(f["FedAvg + tuning"].file_bytes / f["QuPeL"].file_bytes)]
+    return [
+        f"half 2 and half 3 bits, {f['QuPeL'].seeds} seeds ([page](docs/results/mnist_federation.md)): "
+        f"QuPeL {f['QuPeL'].mean:.1f}, Local {f['Local'].mean:.1f} (gain {local}, 95 % interval {local_ends}), "
+        f"FedAvg {f['FedAvg'].mean:.1f} ({shared}, {shared_ends}); FedAvg + tuning at full precision, "
+        f"with files {times} times as large, {f['FedAvg + tuning'].mean:.1f} ({tuned}, {tuned_ends}).",
+        f"an MLP trained in one place, {seeds} seeds ([page](docs/results/mnist_training.md)): "
+        f"full precision {one['full precision'].mean:.1f}; "
+        f"at 2 bits learned centers {one['learned centers, 2 bits'].mean:.1f}, "
+        f"BinaryRelax {one['BinaryRelax, 2 bits'].mean:.1f}, "
+        f"k-means afterwards {after['k-means afterwards, 2 bits'].mean:.1f}; "
+        f"at 1 bit learned centers {one['learned centers, 1 bit'].mean:.1f}, "
+        f"BinaryRelax {one['BinaryRelax, 1 bit'].mean:.1f}, ProxQuant {one['ProxQuant, 1 bit'].mean:.1f}, "
+        f"k-means afterwards {after['k-means afterwards, 1 bit'].mean:.1f}.",
+    ]
+
+
+def speed_claims():
+    steps = {(s["model"], s["bits"]): s["QuPeL"] for s in read("speed")["steps"]}
+    peers = read("benchmarks")["QuPeL 2 bits, MLP, 1,000 clients"]["peers"]
+    ratio = peers["pfl"]["round"] / peers["QuPeL"]["round"]
+
+    def ends(name):
+        shares = [f["of floor"] for f in read("formats")["formats"] if f["format"] == name]
+        return f"{min(shares):.2f} to {max(shares):.2f}"
+
+    return [
+        f"Packed files are {ends('packed')} times what bits, centers and the unquantized rest take at least, "
+        f"ONNX {ends('ONNX')}, Core ML {ends('Core ML')} (cnn5 and ResNet-20",
+        f"it takes {steps['cnn5', 2]:.2f} of two plain training passes for cnn5, "
+        f"{steps['resnet20', 2]:.2f} for ResNet-20, {steps['digits_cnn', 2]:.2f} for the tiny digits_cnn",
+        f"For a round of 1,000 small clients pfl takes {ratio:.1f} times as long",
+    ]
+
+
+def readme_claims():
+    cifar = columns("cifar10_federation", ["method", "accuracy %", "file", "floor"])
+    seeds = {r.seeds for r in rows("cifar10_federation").values()}
+    head = f"1,500 steps, {seeds.pop()} seeds ([page](docs/results/cifar10_federation.md)):"
+    tested = "cells" in read("cifar10_federation")["cifar10_federation"]
+    said = [] if tested else ["The clients' numbers of this run were not kept, so its differences are not tested."]
+    return [*speed_claims(), *demo_claims(), head, *cifar, *said, *mnist_claims()]
+
+
+VERSIONS = ("Python 3.11 or newer", "(torch 2.13, CPU)")
+
+
+def problems(readme):
+    """What README says otherwise than the committed numbers, and numbers that these claims do not cover."""
+    said = plain(re.sub(r"```.*?```", "", readme, flags=re.S))
+    claims = [plain(c) for c in readme_claims()]
+    rest = said
+    for text in (*sorted(claims, key=len, reverse=True), *VERSIONS):
+        rest = rest.replace(text, "")
+    return [f"not in README: {c}" for c in claims if c not in said] + [f"in no file: {n}" for n in NUMBER.findall(rest)]
+
+
+def test_readme_says_what_the_files_say():
+    assert problems((ROOT / "README.md").read_text()) == []
+
+
+def test_every_number_of_readme_is_checked():
+    """Change any number with a decimal point, outside of code: it is noticed."""
+    readme = (ROOT / "README.md").read_text()
+    code = [m.span() for m in re.finditer(r"```.*?```", readme, flags=re.S)]
+    found = [m for m in NUMBER.finditer(readme) if not any(a <= m.start() < b for a, b in code)]
+    assert len(found) > 60
+    for m in found:
+        last = str((int(m[0][-1]) + 1) % 10)
+        assert problems(readme[: m.end() - 1] + last + readme[m.end() :]), m[0]
+
+
+# --- other pages ---
+
+
+def test_what_method_md_says_of_the_code():
+    """Each deviation that the page names, in the code."""
+    said = plain((ROOT / "docs" / "method.md").read_text())
+    budget = Budget(rounds=7, local_steps=2, epoch_steps=2)
+    settings = Settings(**RECIPES["qupel-paper"].defaults)
+    main, tail = (p.method for p in RECIPES["qupel-paper"].phases(settings, budget))
+    assert main.as_printed
+    x, w = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    still = replace(tail, eta1=Schedule(0.0), optimizer=Adam())
+    before = State(x, w, memory=tuple(torch.full_like(m, 3) for m in Adam().memory(x)))
+    state = still.start(before, {}, None)
+    assert all(not m.any() for m in state.memory)
+    assert "the optimizer's memory (momentum, Adam) starts anew" in said
+    state = still.step(state, lambda x, batch: torch.zeros_like(x), (), Clock(0, 2, 2))
+    assert torch.equal(state.w, 0.125 * x)  # toward x: the corrected sign
+    assert "so w goes on there with the corrected sign" in said
+    weights = torch.tensor([-3.0, -1.0, 2.0, 6.0])
+    assert init_centers(weights, 1, "paper").tolist() == [-2, 4]
+    assert "1 bit: the mean of its negative and the mean of its positive weights" in said
+    assert prox_weights(torch.tensor([0.5]), torch.tensor([0.0, 2.0]), 0.2).tolist() == pytest.approx([0.4])
+    assert "the 1/2 of R above" in said
+    assert all(plan.build("table1", scale, 1).data.augment for scale in ("small", "paper"))
+    assert "random flip and crop (`data.augment`), at the scales `small` and `paper`" in said
+    judge = Judge(torch.nn.BatchNorm1d(1), torch.nn.functional.mse_loss)
+    data = torch.tensor([[1.0], [3.0]])
+    found = judge.load(torch.ones(2), [(data, data)])
+    assert (found.running_mean.item(), found.training) == (2.0, False)
+    assert "measured on the deployed, quantized model with each client's own training data" in said
+
+
+def test_the_page_on_the_paper_has_the_tables_numbers():
+    """Rows of paper.md against the grids, and the comparisons that its text makes."""
+    said = plain((RESULTS / "paper.md").read_text())
+    raw = {name: read(name) for name in TABLES}
+    grids = {}
+    for name, about in raw.items():
+        done = [{**c, "data_note": "", "lines": [{"clients": c["clients"]}]} for c in about["cells"]]
+        grids[name] = paper.grid(about["table"], done, about["rows"])
+    g = grids["table2-small"]
+    cells = {row: g.cells[g.rows.index(row)] for row in g.rows}
+    for name, row in (("Local, here", paper.LOCAL), ("QuPeL, paper's method, here", paper.QUPEL)):
+        assert f"| {name} | " + " | ".join(short(c.mean) for c in cells[row]) + " |" in said
+    assert "| **QuPeL, our recipe** | " + " | ".join(f"**{short(c.mean)}**" for c in cells[paper.OURS]) + " |" in said
+    for row in (paper.QUPEL, paper.OURS):
+        assert "| minus Local, here | " + " | ".join(f"{c.gain:+.1f}" for c in cells[row]) + " |" in said
+    assert [c.p < 0.05 for c in cells[paper.QUPEL]].count(True) == 4
+    assert "below 0.05 in four columns of six" in said
+    assert max(c.p for c in cells[paper.OURS][1:]) < 0.01
+    assert "every quantized one: p < 0.01" in said
+    full = cells[paper.OURS][0]
+    assert f"the interval is {full.low:.1f} to {full.high:+.1f}, so that three seeds do not show it" in said
+    tuned = compare(raw["table2-small"], f"{paper.OURS} @ 32 bits", f"{paper.TUNED} @ 32 bits")
+    assert f"is {tuned.mean:.1f} above it ({tuned.low:.1f} to {tuned.high:.1f}, p = {tuned.p:.2f})" in said
+    g = grids["table3-small"]
+    for name, row in (("paper's method, here", paper.QUPEL), ("our recipe, here", paper.OURS)):
+        shown = [f"{c.gain:+.2f} [{c.low:+.2f}, {c.high:+.2f}]" for c in g.cells[g.rows.index(row)][1:]]
+        assert f"| {name} | " + " | ".join(shown) + " |" in said
+    g = grids["table1-small"]
+    for row, cells in zip(g.rows, g.cells, strict=True):
+        bold = "**" if "our recipe" in row else ""
+        assert f"| {bold}{row}{bold} | {bold}{short(cells[0].mean)}{bold} | " in said
+        assert f"| {bold}{short(cells[1].mean)}{bold} | " in said
+
+
+def short(value):
+    """One digit; 60.55 is 60.6 although its binary fraction is a little less."""
+    return f"{value + 1e-9:.1f}"
+
+
+def compare(raw, ours, others):
+    a, b = ({c["seed"]: c["clients"]["test"] for c in raw["cells"] if c["label"] == label} for label in (ours, others))
+    return over_seeds({seed: 100 * seed_difference(a[seed], b[seed]) for seed in a})
+
+
+def test_the_page_on_speed_has_its_numbers():
+    said = (RESULTS / "speed.md").read_text()
+    for s in read("speed")["steps"]:
+        line = rf"\| {s['model']}(, batch {s['batch']})? \| {s['bits']} \| {s['two passes ms']} ms \| "
+        assert re.search(line + rf"{s['Algorithm 1']:.3f} \| {s['QuPeL']:.3f} \|", said), s
