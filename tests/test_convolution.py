@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from qupel.tasks import convolution
 from qupel.tasks import zoo as models
 from qupel.tasks.convolution import use_fft
-from qupel.tasks.task import Oracle
+from qupel.tasks.task import ModuleTask
 
 by_fft = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() != "AVX2" or not torch.backends.nnpack.is_available(),
@@ -48,13 +48,13 @@ def test_values_and_gradients_are_those_of_float64(batch: int, padding: int | tu
 @by_fft
 def test_an_oracle_takes_it_and_leaves_the_users_module_alone() -> None:
     module = models.build("cnn5", (3, 32, 32), 10, 0)
-    oracle = Oracle(module, F.cross_entropy)
+    oracle = ModuleTask(module, F.cross_entropy)
     assert fourier(oracle.module) == ["3"]  # the first one has 3 channels
     assert fourier(module) == []
     torch.manual_seed(1)
     batch = torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 3, 4, 5])
     x = oracle.layout.flatten(module)
-    exact = Oracle(module.double(), F.cross_entropy, torch.float64)
+    exact = ModuleTask(module.double(), F.cross_entropy, torch.float64)
     found = oracle(x, batch)
     wanted = exact(x.double(), (batch[0].double(), batch[1]))
     torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-6)

@@ -13,16 +13,21 @@ from qupel.core.optim import Adam
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.parts.methods import BinaryRelax, Local, Phase, PostTraining, ProxQuant, Quantizer
+from qupel.parts.methods.local import Local
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.afterwards import Afterwards
+from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.parts.quantizers.prox import Prox
+from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.util.errors import UserError
 from qupel.util.machine import check_device
 from tiny import blobs, final_models, local, make_job, mlp, recipe, run_inline, same, timeless
 
-SOFT = Quantizer(mode="soft", init="kmeans", gradient="mean", carry=True)
+SOFT = Prox(mode="soft", init="kmeans", center_gradient="mean", carry=True)
 CASES = {
     "recipe": lambda: make_job(recipe(1, 2, 1)),
     "soft, first order": lambda: make_job([Phase(Local(quantizer=SOFT), 2), *local(1, optimizer=Adam())]),
-    "competitors": lambda: make_job([Phase(ProxQuant(), 2), Phase(BinaryRelax(), 2), Phase(PostTraining(), 1)]),
+    "competitors": lambda: make_job([Phase(Local(quantizer=ProxQuant()), 2), Phase(Local(quantizer=BinaryRelax()), 2), Phase(Local(quantizer=Afterwards()), 1)]),
     "BatchNorm": lambda: make_job(recipe(1, 1, 1), module=normed()),
     "weighted, sampled": lambda: make_job(recipe(1, 2, 1), weighted=True, sample=0.5),
 }
@@ -59,7 +64,7 @@ def test_a_run_on_a_device_is_resumed(tmp_path, store):
         with Inline(moved, store=store, scratch=tmp_path) as engine:
             there = run(moved, engine, checkpoints=rest)
             theirs = [m.cpu() for m in final_models(moved, engine, there.w)]
-    assert torch.equal(there.w, finished.w)
+    assert same(there.w, finished.w)
     assert same(theirs, models)
 
 

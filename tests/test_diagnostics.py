@@ -18,12 +18,17 @@ from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.engine.workers import Pool, Workers
 from qupel.paper.diagnostics import NO_BATCH, ClientLoss, decrease, gradients, lambda_p, objective, sketch, spread
-from qupel.parts.methods import FedAvg, Local, Phase, Quantizer, QuPeL, State
-from qupel.tasks.task import Oracle
+from qupel.parts.base import State
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.prox import Prox
+from qupel.tasks.task import ModuleTask
 from tiny import QUANTIZER, blobs, final_models, make_job, mlp, norm_net, recipe, run_inline, same, timeless
 
 ONE = Clock(0, 1, 1)
-SOFT = Quantizer(eta2=Schedule(0.002), lam=Schedule(0.05), mode="soft", P=3.0)
+SOFT = Prox(eta2=Schedule(0.002), lam=Schedule(0.05), mode="soft", P=3.0)
 
 
 def told(lines):
@@ -37,7 +42,7 @@ def client(method, seed: int = 0, steps: int = 3):
     """(loss in float64, state after a few steps, w beside its w_i)."""
     data, _ = blobs((20,), seed=seed)
     module = mlp(seed).double()
-    oracle = Oracle(module, F.cross_entropy, torch.float64)
+    oracle = ModuleTask(module, F.cross_entropy, torch.float64)
     f = ClientLoss(oracle, [(data.train.inputs[:8].double(), data.train.targets[:8])], mu=0.1)
     x = oracle.layout.flatten(module)
     s = method.start(State(x, x + 0.1), plan_bits(oracle.layout, 2), oracle.layout)
@@ -99,7 +104,7 @@ def test_G_is_the_gradient_of_F(method):
 
 def test_a_client_loss_is_the_mean_over_batches_and_remembers():
     module, (data, _) = mlp().double(), blobs((20,))
-    oracle = Oracle(module, F.cross_entropy, torch.float64)
+    oracle = ModuleTask(module, F.cross_entropy, torch.float64)
     inputs, targets = data.train.inputs.double(), data.train.targets
     whole = ClientLoss(oracle, [(inputs, targets)], mu=0.2)
     parts = ClientLoss(oracle, [(inputs[:13], targets[:13]), (inputs[13:], targets[13:])], mu=0.2)
@@ -142,7 +147,7 @@ def test_a_run_with_diagnostics_ends_with_the_same_bits(mode):
     for module in (mlp(), norm_net()):
         plain, watched = (make_job(recipe(), module=module, diagnostics=d) for d in ("off", mode))
         (a, models), (b, others) = run_inline(plain), run_inline(watched)
-        assert torch.equal(a.w, b.w)
+        assert same(a.w, b.w)
         assert same(models, others)
         assert all(d["mode"] == mode for d in told(b.lines))
         stripped = [{k: v for k, v in line.items() if k != "diagnostics"} for line in b.lines]
@@ -183,7 +188,7 @@ def test_numbers_against_the_states():
 
 
 def descending(eta1: float, rounds: int = 6, **settings):
-    q = Quantizer(eta2=Schedule(0.002), lam=Schedule(0.01), mode="soft", P=2.0)
+    q = Prox(eta2=Schedule(0.002), lam=Schedule(0.01), mode="soft", P=2.0)
     job = make_job(
         [Phase(Local(eta1=Schedule(eta1), quantizer=q, **settings), rounds)],
         sizes=(20,), bits=(2,), batch=20, local_steps=5, evaluate_every=1, diagnostics="full",

@@ -23,18 +23,16 @@ from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, one_round, run
 from qupel.engine.workers import Pool, WorkerDied, Workers
-from qupel.parts.methods import (
-    BinaryRelax,
-    FedAvg,
-    FineTune,
-    Local,
-    Phase,
-    PostTraining,
-    ProxQuant,
-    Quantizer,
-    QuPeL,
-    State,
-)
+from qupel.parts.base import State
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.afterwards import Afterwards
+from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.parts.quantizers.prox import Prox
+from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.util.errors import UserError
 from tiny import (
     CLASSES,
@@ -91,7 +89,7 @@ def test_any_number_of_workers_gives_the_same_bits(pools, options):
     reference, models = run_inline(job)
     for pool in pools.values():
         finished, others = on_workers(pool, job)
-        assert torch.equal(finished.w, reference.w)
+        assert same(finished.w, reference.w)
         assert same(models, others)
         assert timeless(finished.lines) == timeless(reference.lines)
     assert not torch.equal(reference.w, Layout.of(job.module).flatten(job.module))
@@ -101,7 +99,7 @@ def test_workers_with_the_disk_store_give_the_same_bits(pools, tmp_path):
     job = make_job(recipe(), sizes=SIZES, sample=0.6)
     reference, models = run_inline(job)
     finished, others = on_workers(pools[2], job, store="disk", scratch=tmp_path)
-    assert torch.equal(finished.w, reference.w)
+    assert same(finished.w, reference.w)
     assert same(models, others)
     assert list(tmp_path.iterdir()) == []
 
@@ -130,7 +128,7 @@ def test_some_clients_are_judged_on_the_way_and_all_at_the_end_of_a_phase():
     job = make_job(recipe(), sizes=(12,) * 8, evaluate_every=1)
     all_judged, _ = run_inline(job)
     some, _ = run_inline(replace(job, evaluate_sample=0.25))
-    assert torch.equal(all_judged.w, some.w)
+    assert same(all_judged.w, some.w)
     for whole, part in zip(all_judged.lines, some.lines, strict=True):
         scores = whole["clients"]["test"]
         if part["round"] in (2, 6, 8):
@@ -150,7 +148,7 @@ def test_uploads_that_come_in_bunches(pools, monkeypatch, together):
     reference, models = run_inline(job)
     monkeypatch.setattr(local_workers, "BUNCH", together * len(reference.w))
     finished, others = on_workers(pools[2], job)
-    assert torch.equal(finished.w, reference.w)
+    assert same(finished.w, reference.w)
     assert same(models, others)
 
 
@@ -158,7 +156,7 @@ def test_more_workers_than_clients(pools):
     job = make_job(recipe(1, 1, 1), sizes=(12, 6))
     reference, models = run_inline(job)
     finished, others = on_workers(pools[3], job)
-    assert torch.equal(finished.w, reference.w)
+    assert same(finished.w, reference.w)
     assert same(models, others)
 
 
@@ -166,8 +164,8 @@ def test_when_one_looks_changes_nothing():
     """Evaluation draws no random number and writes no state, also with BatchNorm and dropout."""
     jobs = [make_job(recipe(), module=norm_net(), evaluate_every=k) for k in (1, 3, 100)]
     (a, models), (b, others), (c, rest) = (run_inline(job) for job in jobs)
-    assert torch.equal(a.w, b.w)
-    assert torch.equal(a.w, c.w)
+    assert same(a.w, b.w)
+    assert same(a.w, c.w)
     assert same(models, others)
     assert same(models, rest)
     assert [line["round"] for line in a.lines] == list(range(1, 9))
@@ -193,7 +191,7 @@ def test_the_inline_engine_gives_generator_and_threads_back():
 
 def test_another_seed_gives_another_run():
     a, b = (run_inline(make_job(recipe(), seed=s))[0] for s in (0, 1))
-    assert not torch.equal(a.w, b.w)
+    assert not same(a.w, b.w)
 
 
 def test_a_shared_warm_up_gives_the_same_bits():
@@ -205,7 +203,7 @@ def test_a_shared_warm_up_gives_the_same_bits():
         with Inline(job) as engine:
             rest = run(job, engine, begin=(2, first.w, first.lines, None))
             others = final_models(job, engine, rest.w)
-        assert torch.equal(rest.w, whole.w)
+        assert same(rest.w, whole.w)
         assert same(models, others)
         assert timeless(rest.lines) == timeless(whole.lines)
 
@@ -427,16 +425,16 @@ def picky(outputs: Tensor, targets: Tensor) -> Tensor:
     return plain + explosive(outputs, targets)
 
 
-FAST = Quantizer(eta2=Schedule(1e-2), lam=Travel(1.0), lam_c=Follow(0.1))
+FAST = Prox(eta2=Schedule(1e-2), lam=Travel(1.0), lam_c=Follow(0.1))
 WILD = {
     "local": Local(quantizer=FAST),
-    "mean": Local(quantizer=replace(FAST, gradient="mean", carry=True)),
+    "mean": Local(quantizer=replace(FAST, center_gradient="mean", carry=True)),
     "soft": Local(quantizer=replace(FAST, mode="soft")),
     "qupel": QuPeL(quantizer=replace(FAST, lam_c=None)),
     "finetune": FineTune(eta2=Schedule(1e-2)),
-    "proxquant": ProxQuant(),
-    "binaryrelax": BinaryRelax(),
-    "posttraining": PostTraining(),
+    "proxquant": Local(quantizer=ProxQuant()),
+    "binaryrelax": Local(quantizer=BinaryRelax()),
+    "posttraining": Local(quantizer=Afterwards()),
 }
 
 
@@ -507,7 +505,7 @@ def test_an_aggregate_may_keep_the_uploads(pools, monkeypatch):
     reference, _ = run_inline(job)
     monkeypatch.setattr(local_workers, "BUNCH", len(reference.w))
     finished, _ = on_workers(pools[2], job)
-    assert torch.equal(finished.w, reference.w)
+    assert same(finished.w, reference.w)
 
 
 def spikes(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -545,7 +543,7 @@ def test_a_worker_that_is_killed_is_reported_with_its_clients_and_the_run_resume
     engine = Workers(pools[1], job)  # and with another number of workers
     finished = run(job, engine, checkpoints=Checkpoints(tmp_path, "f"))
     others = final_models(job, engine, finished.w)
-    assert torch.equal(finished.w, reference.w)
+    assert same(finished.w, reference.w)
     assert same(models, others)
     assert timeless(finished.lines) == timeless(reference.lines)
 
@@ -567,7 +565,7 @@ def test_a_run_stopped_after_any_round_goes_on_to_the_same_end(tmp_path, stop, e
     with Inline(job) as engine:
         finished = run(job, engine, checkpoints=checkpoints)
         others = final_models(job, engine, finished.w)
-    assert torch.equal(finished.w, whole.w)
+    assert same(finished.w, whole.w)
     assert same(models, others)
     assert timeless(finished.lines) == timeless(whole.lines)
 
@@ -600,16 +598,16 @@ def test_the_loss_of_a_line_is_the_mean_over_its_rounds():
 
 def test_losses_are_named_after_where_they_were_evaluated():
     """One step a phase, by hand: f(x) of all clients, f(Q(x)) of the two that are quantized."""
-    still = Quantizer(eta2=Schedule(1e-9), lam=Schedule(0.0), lam_c=Schedule(0.0))
+    still = Prox(eta2=Schedule(1e-9), lam=Schedule(0.0), lam_c=Schedule(0.0))
     phases = {
         "fedavg": FedAvg(),
         "local": Local(eta1=Schedule(1e-9), quantizer=still),
         "qupel": QuPeL(eta1=Schedule(1e-9), quantizer=still),
         "soft": Local(eta1=Schedule(1e-9), quantizer=replace(still, mode="soft", sharpness=400.0)),
-        "proxquant": ProxQuant(),
-        "posttraining": PostTraining(),
+        "proxquant": Local(quantizer=ProxQuant()),
+        "posttraining": Local(quantizer=Afterwards()),
         "finetune": FineTune(),
-        "hard": BinaryRelax(lam=Schedule(math.inf)),
+        "hard": Local(quantizer=BinaryRelax(lam=Schedule(math.inf))),
     }
     for name, method in phases.items():
         job = make_job([Phase(method, 1)], sizes=(12, 12, 12), bits=(1, 2, 32), local_steps=1)

@@ -19,7 +19,15 @@ from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.engine.shard import Shard
-from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, QuPeL, State
+from qupel.parts.base import State
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.afterwards import Afterwards
+from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.tasks.judge import Judge
 from qupel.tasks.task import Diverged, Oracle
 from qupel.tasks.zoo import digits_cnn, resnet20
@@ -48,7 +56,7 @@ def test_oracle_is_plain_autograd(module, shape, mode):
     """Also where the user left the module in eval mode: BatchNorm learns with the batch's statistics."""
     torch.manual_seed(0)
     module = copy.deepcopy(module).train(mode == "train")
-    oracle = Oracle(module, F.cross_entropy)
+    oracle = ModuleTask(module, F.cross_entropy)
     layout = oracle.layout
     for _ in range(3):  # independent of the calls before
         x = layout.flatten(module) + 0.01 * torch.randn(layout.size)
@@ -67,7 +75,7 @@ def test_oracle_is_plain_autograd(module, shape, mode):
 def test_oracle_leaves_the_users_module_alone():
     module = norm_net()
     before = {k: v.clone() for k, v in module.state_dict().items()}
-    oracle = Oracle(module, F.cross_entropy)
+    oracle = ModuleTask(module, F.cross_entropy)
     inner = {k: v.clone() for k, v in oracle.module.named_buffers()}
     x = torch.randn(oracle.layout.size)
     oracle(x, (torch.randn(4, 6) + 3, torch.tensor([0, 1, 2, 0])))
@@ -77,7 +85,7 @@ def test_oracle_leaves_the_users_module_alone():
 
 def test_oracle_takes_any_loss():
     module = nn.Linear(3, 2)
-    oracle = Oracle(module, F.mse_loss)
+    oracle = ModuleTask(module, F.mse_loss)
     x, y = torch.randn(4, 3), torch.randn(4, 2)
     w = torch.randn(8)
     residual = x @ w[:6].view(2, 3).T + w[6:] - y  # (4, 2)
@@ -97,14 +105,14 @@ def test_parameters_that_play_no_part_have_gradient_zero():
         def forward(self, x):
             return self.inner[0](x)
 
-    oracle = Oracle(First(), F.mse_loss)
+    oracle = ModuleTask(First(), F.mse_loss)
     g = oracle(torch.randn(9), (torch.randn(3, 2), torch.randn(3, 2)))
     assert g[6:].tolist() == [0, 0, 0]
     assert g[:6].abs().sum() > 0
 
 
 def test_a_loss_that_is_not_finite_names_the_layer():
-    oracle = Oracle(mlp(), F.cross_entropy)
+    oracle = ModuleTask(mlp(), F.cross_entropy)
     batch = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
     x = oracle.layout.flatten(mlp())
     bad = x.clone()
@@ -261,10 +269,10 @@ def expect_placed(how):
         (QuPeL(), expect_hard),
         (Local(), expect_hard),
         (FineTune(lambda_p=Schedule(0.1)), expect_hard),
-        (ProxQuant(), expect_hard),
-        (BinaryRelax(), expect_hard),
-        (PostTraining(init="kmeans"), expect_placed("kmeans")),
-        (PostTraining(init="range"), expect_placed("range")),
+        (Local(quantizer=ProxQuant()), expect_hard),
+        (Local(quantizer=BinaryRelax()), expect_hard),
+        (Local(quantizer=Afterwards(init="kmeans")), expect_placed("kmeans")),
+        (Local(quantizer=Afterwards(init="range")), expect_placed("range")),
     ],
     ids=lambda v: v.method if hasattr(v, "method") else "",
 )

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from qupel.data.batches import Transform
 from qupel.engine.fingerprint import of_job
-from qupel.parts.methods import FedAvg, Phase
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.phase import Phase
 from tiny import blobs, make_job, mlp, norm_net, recipe
 
 FACTOR = 2.0

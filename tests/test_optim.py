@@ -7,7 +7,7 @@ from torch import nn
 from qupel.core.layout import Layout
 from qupel.core.optim import SGD, Adam
 from qupel.data.sources import load
-from qupel.tasks.task import Oracle
+from qupel.tasks.task import ModuleTask
 from qupel.tasks.zoo import digits_cnn
 
 CASES = [
@@ -32,7 +32,7 @@ def test_equal_to_torch_for_50_steps(ours, theirs):
     torch.manual_seed(0)
     data = load("digits").train
     inputs, targets = data.inputs[:64].float(), data.targets[:64]
-    oracle = Oracle(digits_cnn(), nn.functional.cross_entropy)
+    oracle = ModuleTask(digits_cnn(), nn.functional.cross_entropy)
     module, lr = oracle.module, 0.01
     optimizer = theirs(list(module.parameters()), lr)
     x = oracle.values.clone()

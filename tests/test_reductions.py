@@ -14,9 +14,17 @@ from qupel.core.schedule import Clock, Schedule, Travel
 from qupel.data.batches import rows
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, QuPeL, State
+from qupel.parts.base import State
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.afterwards import Afterwards
+from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.parts.methods.base import Alone
-from qupel.tasks.task import Oracle
+from qupel.tasks.task import ModuleTask
 from tiny import QUANTIZER, blobs, make_job, mlp, run_inline, same
 
 
@@ -59,7 +67,7 @@ def test_no_codebook_and_no_pull_is_the_plain_optimizer(ours, theirs, make):
 
 def steps(method, state, count=25):
     """Free steps on the tiny MLP's real gradient."""
-    oracle = Oracle(mlp(), F.cross_entropy)
+    oracle = ModuleTask(mlp(), F.cross_entropy)
     data, _ = blobs((40,))
     batch = data.train.inputs, data.train.targets
     for k in range(count):
@@ -113,7 +121,7 @@ def test_no_codebook_is_full_precision_qupel():
     method = QuPeL(eta1=Schedule(0.1), eta3=Schedule(2.0), lambda_p=Schedule(0.1), quantizer=QUANTIZER)
     job = make_job([Phase(method, 3)], sizes=(12, 8), bits=(32,))
     finished, models = run_inline(job)
-    oracle = Oracle(mlp(), F.cross_entropy)
+    oracle = ModuleTask(mlp(), F.cross_entropy)
     w = Layout.of(mlp()).flatten(mlp()).double()
     x = [w.clone(), w.clone()]
     for r in range(3):
@@ -180,8 +188,8 @@ def test_fedavg_then_local_is_local_training_from_the_average():
     tuned = make_job([Phase(FedAvg(), 3), Phase(Local(), 2)], bits=(32,))
     finished, models = run_inline(tuned)
     average, _ = run_inline(make_job([Phase(FedAvg(), 3)], bits=(32,)))
-    assert torch.equal(finished.w, average.w)
-    oracle = Oracle(mlp(), F.cross_entropy)
+    assert same(finished.w, average.w)
+    oracle = ModuleTask(mlp(), F.cross_entropy)
     for i in range(4):
         x = average.w
         for step in range(9, 15):
@@ -192,8 +200,8 @@ def test_fedavg_then_local_is_local_training_from_the_average():
 
 
 def test_binaryrelax_with_lambda_0_is_posttraining_until_deployment():
-    a = steps(BinaryRelax(lam=Schedule(0.0)), start(BinaryRelax(), {"2.weight": 2}))
-    b = steps(PostTraining(), start(PostTraining(), {"2.weight": 2}))
+    a = steps(Local(quantizer=BinaryRelax(lam=Schedule(0.0))), start(Local(quantizer=BinaryRelax()), {"2.weight": 2}))
+    b = steps(Local(quantizer=Afterwards()), start(Local(quantizer=Afterwards()), {"2.weight": 2}))
     assert torch.equal(a.x, b.x)
 
 
@@ -240,7 +248,7 @@ def test_the_printed_center_rule_drives_centers_away():
 
 
 def test_methods_that_do_not_communicate_send_nothing():
-    alone = (Local(), ProxQuant(), BinaryRelax(), PostTraining())
+    alone = (Local(), Local(quantizer=ProxQuant()), Local(quantizer=BinaryRelax()), Local(quantizer=Afterwards()))
     w = torch.zeros(3)
     for method in alone:
         assert isinstance(method, Alone)

@@ -11,11 +11,16 @@ from qupel.core.layout import Layout
 from qupel.core.schedule import Clock, Schedule, Travel, half_gap, weight_pull
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import one_round, run
-from qupel.parts.methods import FedAvg, FineTune, Local, Phase, Quantizer, QuPeL
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.parts.quantizers.prox import Prox
 from qupel.run.recipes import RECIPES, Budget, Settings
 from tiny import make_job, run_inline
 
-QUPEL = QuPeL(eta1=Schedule(0.1, cosine=12), quantizer=Quantizer(eta2=Schedule(0.0), lam=Travel(1.0)))
+QUPEL = QuPeL(eta1=Schedule(0.1, cosine=12), quantizer=Prox(eta2=Schedule(0.0), lam=Travel(1.0)))
 CENTERS = torch.tensor([-0.5, 0.1, 0.5])
 
 
@@ -123,5 +128,5 @@ def test_a_resumed_run_counts_the_same(tmp_path):
         run(job, engine, checkpoints=checkpoints, watch=seen.append, should_stop=lambda: len(seen) == 2)
     with Inline(job) as engine:
         rest = run(job, engine, checkpoints=checkpoints)
-    assert torch.equal(rest.w, whole.w)
+    assert same(rest.w, whole.w)
     assert [x["never_took_part"] for x in rest.lines] == [x["never_took_part"] for x in whole.lines]

@@ -23,7 +23,15 @@ from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import choose
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Stopped, run
-from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, Phase, PostTraining, ProxQuant, Quantizer, QuPeL
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.afterwards import Afterwards
+from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.parts.quantizers.prox import Prox
+from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.run import config as configs
 from qupel.run import experiment
 from qupel.tasks import zoo as models
@@ -120,7 +128,7 @@ LABELS, FLOATS = torch.randint(0, CLASSES, (3, 7)), torch.rand(3, 7, 20)
     ids=["vmap", "labels left out", "soft labels", "regression", "multi-label"],
 )
 def test_gradients_of_a_stack(module, loss, targets):
-    one, many = Oracle(module, loss), StackOracle(module, loss)
+    one, many = ModuleTask(module, loss), StackTask(module, loss)
     x = one.layout.flatten(module) + 0.1 * torch.randn(3, one.layout.size)
     inputs = torch.randn(3, 7, 4, 4)
     found = many(x, (inputs, targets))
@@ -139,24 +147,24 @@ def test_gradients_of_a_stack(module, loss, targets):
 # --- stack against loop ---
 
 
-def quantizer(**changes) -> Quantizer:
-    return Quantizer(**{"eta2": Schedule(1e-2), "lam": Travel(1.0), "lam_c": Follow(0.1)} | changes)
+def quantizer(**changes) -> Prox:
+    return Prox(**{"eta2": Schedule(1e-2), "lam": Travel(1.0), "lam_c": Follow(0.1)} | changes)
 
 
-TUNING = FineTune(lambda_p=Schedule(0.1), gradient="mean", clip=0.5)
+TUNING = FineTune(lambda_p=Schedule(0.1), center_gradient="mean", clip=0.5)
 METHODS = {
     "recipe": recipe(),  # FedAvg, QuPeL, fine-tuning, with momentum
     "hard": [Phase(QuPeL(quantizer=quantizer()), 3), Phase(TUNING, 2)],
-    "soft": [Phase(QuPeL(quantizer=quantizer(mode="soft", gradient="mean", clip=0.1)), 3)],
+    "soft": [Phase(QuPeL(quantizer=quantizer(mode="soft", center_gradient="mean", clip=0.1)), 3)],
     "carry": [Phase(Local(optimizer=Adam(weight_decay=1e-3), quantizer=quantizer(carry=True, lam=Travel(30.0))), 4)],
     "first order": [
         Phase(Local(optimizer=SGD(momentum=0.9, nesterov=True), quantizer=quantizer(rule="first_order", lam_c=None)), 3)
     ],
     "as printed": [Phase(QuPeL(as_printed=True, quantizer=quantizer(rule="paper")), 3)],
     "adam": [Phase(FedAvg(optimizer=Adam()), 2), Phase(Local(optimizer=Adam(), quantizer=quantizer()), 3)],
-    "proxquant": [Phase(ProxQuant(), 3), Phase(FineTune(), 2)],
-    "binaryrelax": [Phase(BinaryRelax(), 2), Phase(BinaryRelax(lam=Schedule(math.inf)), 2)],
-    "posttraining": [Phase(PostTraining(), 3)],
+    "proxquant": [Phase(Local(quantizer=ProxQuant()), 3), Phase(FineTune(), 2)],
+    "binaryrelax": [Phase(Local(quantizer=BinaryRelax()), 2), Phase(Local(quantizer=BinaryRelax(lam=Schedule(math.inf))), 2)],
+    "posttraining": [Phase(Local(quantizer=Afterwards()), 3)],
     "fixed centers": [Phase(Local(quantizer=quantizer(eta2=Schedule(0.0))), 3)],
 }
 
@@ -307,7 +315,7 @@ def test_a_stacked_run_resumes_to_the_same_bits(tmp_path):
         with Inline(job) as engine:
             rest = run(job, engine, checkpoints=checkpoints)
             others = final_models(job, engine, rest.w)
-        assert torch.equal(rest.w, whole.w)
+        assert same(rest.w, whole.w)
         assert same(models, others)
         assert timeless(rest.lines) == timeless(whole.lines)
 

@@ -11,7 +11,7 @@ from qupel.core.codebook import Codebook
 from qupel.core.layout import Layout
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.store import DiskStore, MemoryStore, restore, snapshot, write_rows
-from qupel.parts.methods import State
+from qupel.parts.base import State
 from qupel.util.errors import UserError
 from tiny import make_job, mlp, recipe, run_inline, same, timeless
 
@@ -108,7 +108,7 @@ def test_snapshots_of_several_shards_are_read_by_any_other_sharding(make_store, 
 def test_disk_and_memory_give_the_same_run(tmp_path):
     job = make_job(recipe(), sizes=(12, 5, 30, 12), sample=0.75)
     (a, models), (b, others) = run_inline(job), run_inline(job, store="disk", scratch=tmp_path)
-    assert torch.equal(a.w, b.w)
+    assert same(a.w, b.w)
     assert same(models, others)
     assert timeless(a.lines) == timeless(b.lines)
 

@@ -29,7 +29,7 @@ from qupel.paper.theory import (
     theorem2_sharp,
     theorem2_steps,
 )
-from qupel.parts.methods import Quantizer
+from qupel.parts.quantizers.prox import Prox
 from qupel.util.errors import UserError
 
 seeds = st.integers(0, 2**32 - 1)
@@ -181,7 +181,7 @@ def test_power_iteration_finds_the_largest_curvature():
 
 # --- step sizes ---
 
-QUANTIZER = Quantizer(lam=Schedule(0.02), mode="soft", P=3.0)
+QUANTIZER = Prox(lam=Schedule(0.02), mode="soft", P=3.0)
 LOSS = LossConstants(0.7, 4.0)
 
 
@@ -228,7 +228,7 @@ def test_theorem2_steps():
         ({"lam": Travel(1.0)}, "one constant"),
         ({"lam": Schedule(growth=1.0)}, "one constant"),
         ({"lam_c": Schedule(1.0)}, "one constant"),
-        ({"gradient": "mean"}, "center step"),
+        ({"center_gradient": "mean"}, "center step"),
         ({"carry": True}, "center step"),
         ({"clip": 10.0}, "center step"),
     ],
