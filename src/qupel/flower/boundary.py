@@ -20,6 +20,7 @@ from qupel.flower.frames import Header
 
 MOST_TEXT = 300  # characters of somebody else's that reach a log or a terminal
 MOST_INPUTS, MOST_CLASSES = 2**24, 2**20  # numbers in an input; with more, no server could build a model
+MOST_LOSS = 1e30
 JOB = r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}"
 
 FAILED = "it could not answer; its own log says why"
@@ -87,7 +88,7 @@ COUNT = whole(1, 2**31 - 1, "a whole number from 1 to 2^31 - 1")
 CLASSES = whole(1, MOST_CLASSES, "a whole number from 1 to 2^20")
 SIZE = whole(0, 2**40, "a whole number from 0 to 2^40")
 BITS = real(0, 64, "a number from 0 to 64")
-LOSS = maybe(real(-1e30, 1e30, "a number of size up to 1e30"))
+LOSS = maybe(real(-MOST_LOSS, MOST_LOSS, "a number of size up to 1e30"))
 ACCURACY = maybe(real(0, 1, "a number from 0 to 1"))
 NAME = Rule("the job's name", lambda v: type(v) is str and re.fullmatch(JOB, v) is not None)
 SHAPE = Rule("1 to 8 whole numbers from 1 with a product up to 2^24", _is_shape)

@@ -189,8 +189,9 @@ def sayable(score: Score) -> tuple[float | None, float | None]:
     return (score.accuracy, sayable_loss(score.loss)) if score.count else (None, None)
 
 
-def sayable_loss(loss: float) -> float | None:
-    return loss if boundary.LOSS.holds(loss) else None
+def sayable_loss(loss: float) -> float:
+    """One that is not finite is told as the largest that may be: not to tell it would look better than it is."""
+    return max(-boundary.MOST_LOSS, loss) if loss < boundary.MOST_LOSS else boundary.MOST_LOSS
 
 
 def log(text: str) -> None:

@@ -195,7 +195,8 @@ def judged_of(heard: boundary.PrivateScores) -> Judged:
 
 
 def score(accuracy: float | None, loss: float | None) -> Score:
-    return Score(number(loss), accuracy, int(accuracy is not None or loss is not None))
+    """A score has a loss, or it is none: one client without must not make the mean of all NaN."""
+    return Score(math.nan, None, 0) if loss is None else Score(loss, accuracy, 1)
 
 
 def number(told: float | None) -> float:

@@ -165,16 +165,18 @@ class Pulls:
 def pull(grid: Grid, asked: str, client: int) -> list[Reply | httpx.HTTPError]:
     """A client's answer, whatever that is; none while there is none; or what is wrong with the SuperLink."""
     try:
-        return [read(client, m) for m in grid.pull_messages([asked]) if m.metadata.reply_to_message_id == asked]
+        return [read(client, message, asked) for message in grid.pull_messages([asked])]
     except httpx.HTTPError as e:
         return [e]
     except Exception as e:
         return [unreadable(client, e)]
 
 
-def read(client: int, message: Message) -> Reply:
-    """A reply out of a message, whatever it holds."""
+def read(client: int, message: Message, asked: str) -> Reply:
+    """A reply out of a message, whatever it holds: it may name a question that another client was asked."""
     try:
+        if message.metadata.reply_to_message_id != asked:
+            raise ValueError("it answers another question")
         if message.has_error():
             return Reply(client, {"error": f"error {message.error.code}: {printable(message.error.reason)}"})
         content = message.content
