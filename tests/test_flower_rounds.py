@@ -217,6 +217,7 @@ def nan(client, header, reply):
 LIES = {
     "NaN": (nan, "upload holds values that are not finite"),
     "too short": (lambda c, h, r: [Reply(c, r.header, r.body[:-4])], "upload has"),
+    "nothing": (lambda c, h, r: [Reply(c, r.header)], "sent no upload"),
     "too long": (lambda c, h, r: [Reply(c, r.header, r.body + b"\0" * 4)], "upload has"),
     "old round": (spoil(round=0), "answered round 1 when asked for round 2"),
     "no round": (spoil(round="x"), "round = 'x': allowed is a whole number"),

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed
+from qupel.algorithms.base import Deployed, State
 from qupel.config import Config, Strict
 from qupel.data.partition import Part
 from qupel.data.sources import Arrays, Dataset
@@ -110,15 +110,19 @@ class Fleet:
         heard = hear("train", reply, round=round, job=self.task.job)
         if not isinstance(heard, boundary.PrivateUpdate):
             return Trained(reply.client, None, math.nan, str(heard))
-        upload = None
-        if reply.body:
+        phase, _ = self.job.locate(round)
+        sends = self.job.phases[phase].method.upload(State(w, w)) is not None
+        upload, fault = None, None
+        if sends != bool(reply.body):
+            fault = "sent no upload" if sends else "sent an upload, and this phase has none"
+        elif sends:
             try:
                 upload = decode(self.task.upload, reply.body, w)
                 fault = screen(upload, len(w))
-            except UserError as e:
-                fault = str(e)
-            if fault is not None:
-                return Trained(reply.client, None, math.nan, fault)
+            except Exception as e:
+                fault = printable(e)
+        if fault is not None:
+            return Trained(reply.client, None, math.nan, fault)
         self.samples[reply.client] = heard.samples
         return Trained(reply.client, upload, number(getattr(heard, "loss", None)), wire=len(reply.body))
 
