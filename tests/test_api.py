@@ -416,7 +416,15 @@ def test_a_saved_network_of_the_users_own(tmp_path):
     assert "3.weight" in call("inspect", paths[0])
     numbers = table(tmp_path / "x.npz", clients[0][2])
     how = r"qupel\.load\(FILE, module\).*to='onnx'"
-    for command in (("predict", paths[0], numbers), ("export", paths[0], "--to", "onnx", "--out", tmp_path / "no")):
+    data = tmp_path / "data.npz"
+    np.savez(
+        data, **dict(zip(("train_inputs", "train_targets", "test_inputs", "test_targets"), clients[0], strict=True))
+    )
+    for command in (
+        ("predict", paths[0], numbers),
+        ("export", paths[0], "--to", "onnx"),
+        ("eval", paths[0], "--data", data),
+    ):
         assert re.search(how, call(*command, code=2))
     call("export", tmp_path, "--client", 1, "--rest", "fp16", "--out", tmp_path / "half")
     half = deploy.load(tmp_path / "half/client-001.safetensors")
@@ -426,6 +434,7 @@ def test_a_saved_network_of_the_users_own(tmp_path):
     with torch.no_grad():
         best = found.models[0](torch.from_numpy(clients[0][2])).argmax(1).tolist()
     assert [int(line.split(": ")[1].split()[0]) for line in call("predict", graph, numbers).splitlines()] == best
+    assert f"{100 * found.test[0]:.2f} % of 5 test samples" in call("eval", graph, "--data", data)
     with pytest.raises(UserError, match="allowed are packed, onnx, coreml"):
         found.save(tmp_path, to="tflite")
 

@@ -237,7 +237,8 @@ def test_a_job_follows_its_config():
     job = experiment.build_job(config, experiment.cells(config)[0])
     assert [list(plan.values()) for plan in job.plans] == [[2], [8], [], [2], [8]]  # 3.weight, repeated as needed
     assert [len(p.train_rows) for p in job.parts] == [8] * 5
-    assert (job.batch, job.sample, job.weighted, job.local_steps, job.steps_per_epoch) == (4, 0.5, True, 6, 2)
+    assert (job.batch, job.sample, job.weighted, job.local_steps, job.client_epoch_steps) == (4, 0.5, True, 6, 2)
+    assert job.steps_per_epoch == pytest.approx(2 / 0.6)  # 3 of the 5 clients in a round
     assert job.rounds == config.rounds
     chosen = experiment.build_job(parse("model.layers=['1']", "model.name=mlp", "bits=2"), experiment.Cell("QuPeL", 0))
     assert set(chosen.plans[0]) == {"1.weight"}

@@ -46,20 +46,20 @@ def test_values_and_gradients_are_those_of_float64(batch: int, padding: int | tu
 
 
 @by_fft
-def test_an_oracle_takes_it_and_leaves_the_users_module_alone() -> None:
+def test_a_task_takes_it_and_leaves_the_users_module_alone() -> None:
     module = models.build("cnn5", (3, 32, 32), 10, 0)
-    oracle = ModuleTask(module, F.cross_entropy)
-    assert fourier(oracle.module) == ["3"]  # the first one has 3 channels
+    task = ModuleTask(module, F.cross_entropy)
+    assert fourier(task.module) == ["3"]  # the first one has 3 channels
     assert fourier(module) == []
     torch.manual_seed(1)
     batch = torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 3, 4, 5])
-    x = oracle.layout.flatten(module)
+    x = task.layout.flatten(module)
     exact = ModuleTask(module.double(), F.cross_entropy, torch.float64)
-    found = oracle(x, batch)
-    wanted = exact(x.double(), (batch[0].double(), batch[1]))
+    found = task.gradient(x, batch).gradient
+    wanted = exact.gradient(x.double(), (batch[0].double(), batch[1])).gradient
     torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1e-6)
-    only = oracle(x, batch, [oracle.layout["3.weight"]])
-    torch.testing.assert_close(only[oracle.layout["3.weight"].slice], found[oracle.layout["3.weight"].slice])
+    only = task.gradient(x, batch, [task.layout["3.weight"]]).gradient
+    torch.testing.assert_close(only[task.layout["3.weight"].slice], found[task.layout["3.weight"].slice])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The gradient oracle, BatchNorm's statistics, and which weights are judged for every method."""
+"""The task of one client, BatchNorm's statistics, and which weights are judged for every method."""
 
 import copy
 from dataclasses import replace
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from qupel.core.codebook import Codebook
+from qupel.core.codebook import Codebook, Plan
 from qupel.core.layout import Layout
 from qupel.core.quantize import init_centers
 from qupel.core.schedule import Schedule
@@ -29,11 +29,11 @@ from qupel.parts.quantizers.binaryrelax import BinaryRelax
 from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.tasks.judge import Judge
-from qupel.tasks.task import Diverged, Oracle
+from qupel.tasks.task import Diverged, ModuleTask
 from qupel.tasks.zoo import digits_cnn, resnet20
 from tiny import QUANTIZER, blobs, make_job, mlp, norm_net
 
-# --- the oracle ---
+# --- a task ---
 
 
 def plain_gradient(module, loss, vector, batch):
@@ -52,46 +52,48 @@ def plain_gradient(module, loss, vector, batch):
     ("module", "shape"), [(mlp(), (6,)), (digits_cnn(classes=3), (1, 8, 8)), (resnet20(classes=3), (3, 8, 8))]
 )
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_oracle_is_plain_autograd(module, shape, mode):
+def test_gradients_are_those_of_plain_autograd(module, shape, mode):
     """Also where the user left the module in eval mode: BatchNorm learns with the batch's statistics."""
     torch.manual_seed(0)
     module = copy.deepcopy(module).train(mode == "train")
-    oracle = ModuleTask(module, F.cross_entropy)
-    layout = oracle.layout
+    task = ModuleTask(module, F.cross_entropy)
+    layout = task.layout
     for _ in range(3):  # independent of the calls before
         x = layout.flatten(module) + 0.01 * torch.randn(layout.size)
         batch = torch.randn(5, *shape), torch.randint(0, 3, (5,))
         expected = plain_gradient(module, F.cross_entropy, x, batch)
-        g = oracle(x, batch)
+        g = task.gradient(x, batch).gradient
         scale = float(expected.abs().max())
         assert scale > 1e-3
         torch.testing.assert_close(g, expected, rtol=1e-3, atol=1e-4 * scale)
         kept = g.clone()
-        oracle(x + 1e-3, batch)
+        task.gradient(x + 1e-3, batch)
         assert torch.equal(g, kept)  # a new vector every time
-        assert torch.equal(oracle(x, batch), kept)
+        assert torch.equal(task.gradient(x, batch).gradient, kept)
 
 
-def test_oracle_leaves_the_users_module_alone():
+def test_task_leaves_the_users_module_alone():
     module = norm_net()
     before = {k: v.clone() for k, v in module.state_dict().items()}
-    oracle = ModuleTask(module, F.cross_entropy)
-    inner = {k: v.clone() for k, v in oracle.module.named_buffers()}
-    x = torch.randn(oracle.layout.size)
-    oracle(x, (torch.randn(4, 6) + 3, torch.tensor([0, 1, 2, 0])))
+    task = ModuleTask(module, F.cross_entropy)
+    inner = {k: v.clone() for k, v in task.module.named_buffers()}
+    x = torch.randn(task.layout.size)
+    task.gradient(x, (torch.randn(4, 6) + 3, torch.tensor([0, 1, 2, 0])))
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-    assert all(torch.equal(v, inner[k]) for k, v in oracle.module.named_buffers())  # no running statistic in learning
+    assert all(torch.equal(v, inner[k]) for k, v in task.module.named_buffers())  # no running statistic in learning
 
 
-def test_oracle_takes_any_loss():
+def test_task_takes_any_loss():
     module = nn.Linear(3, 2)
-    oracle = ModuleTask(module, F.mse_loss)
+    task = ModuleTask(module, F.mse_loss)
     x, y = torch.randn(4, 3), torch.randn(4, 2)
     w = torch.randn(8)
     residual = x @ w[:6].view(2, 3).T + w[6:] - y  # (4, 2)
     expected = torch.cat([(residual.T @ x).flatten(), residual.sum(0)]) * 2 / residual.numel()
-    torch.testing.assert_close(oracle(w, (x, y)), expected)
-    assert oracle.loss_value == pytest.approx(float(residual.square().mean()))
+    found = task.gradient(w, (x, y))
+    torch.testing.assert_close(found.gradient, expected)
+    torch.testing.assert_close(found.outputs, residual + y)
+    assert found.loss == pytest.approx(float(residual.square().mean()))
 
 
 def test_parameters_that_play_no_part_have_gradient_zero():
@@ -105,25 +107,25 @@ def test_parameters_that_play_no_part_have_gradient_zero():
         def forward(self, x):
             return self.inner[0](x)
 
-    oracle = ModuleTask(First(), F.mse_loss)
-    g = oracle(torch.randn(9), (torch.randn(3, 2), torch.randn(3, 2)))
+    task = ModuleTask(First(), F.mse_loss)
+    g = task.gradient(torch.randn(9), (torch.randn(3, 2), torch.randn(3, 2))).gradient
     assert g[6:].tolist() == [0, 0, 0]
     assert g[:6].abs().sum() > 0
 
 
 def test_a_loss_that_is_not_finite_names_the_layer():
-    oracle = ModuleTask(mlp(), F.cross_entropy)
+    task = ModuleTask(mlp(), F.cross_entropy)
     batch = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
-    x = oracle.layout.flatten(mlp())
+    x = task.layout.flatten(mlp())
     bad = x.clone()
-    bad[oracle.layout["2.weight"].start] = float("nan")
+    bad[task.layout["2.weight"].start] = float("nan")
     with pytest.raises(Diverged, match=r"loss is nan; layer '2\.weight' holds values that are not finite"):
-        oracle(bad, batch)
+        task.gradient(bad, batch)
     huge = x.clone()
-    huge[oracle.layout["4.bias"].slice] = torch.tensor([1e38, 3e38, -3e38])
+    huge[task.layout["4.bias"].slice] = torch.tensor([1e38, 3e38, -3e38])
     with pytest.raises(Diverged, match=r"loss is inf; largest weight 3e\+38 in layer '4\.bias'"):
-        oracle(huge, batch)
-    assert torch.isfinite(oracle(x, batch)).all()  # and the oracle goes on
+        task.gradient(huge, batch)
+    assert torch.isfinite(task.gradient(x, batch).gradient).all()  # and the task goes on
 
 
 # --- BatchNorm ---
@@ -177,7 +179,7 @@ def test_calibration_draws_from_all_rows():
     assert len(first) == 2048
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    few = replace(job, parts=[Part(np.arange(300)[::-1].copy(), np.arange(5))], plans=[{}])
+    few = replace(job, parts=[Part(np.arange(300)[::-1].copy(), np.arange(5))], plans=[Plan()])
     assert torch.equal(torch.cat([x for x, _ in few.calibration(0)]), data.train.inputs[:300].flip(0))  # in their order
     assert sum(len(t) for _, t in job.calibration(0, None)) == 5000
 

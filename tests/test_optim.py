@@ -32,14 +32,15 @@ def test_equal_to_torch_for_50_steps(ours, theirs):
     torch.manual_seed(0)
     data = load("digits").train
     inputs, targets = data.inputs[:64].float(), data.targets[:64]
-    oracle = ModuleTask(digits_cnn(), nn.functional.cross_entropy)
-    module, lr = oracle.module, 0.01
+    task = ModuleTask(digits_cnn(), nn.functional.cross_entropy)
+    module, lr = task.module, 0.01
     optimizer = theirs(list(module.parameters()), lr)
-    x = oracle.values.clone()
+    x = task.values.clone()
     memory = ours.memory(x)
     layout, start = Layout.of(module), x.clone()
     for step in range(50):
-        g = oracle(x, (inputs[step % 2 :: 2], targets[step % 2 :: 2]))  # sets the module to x
+        batch = inputs[step % 2 :: 2], targets[step % 2 :: 2]
+        g = task.gradient(x, batch).gradient  # sets the module to x
         for slot, p in zip(layout.slots, module.parameters(), strict=True):
             p.grad = slot.view(g.clone())
         optimizer.step()

@@ -67,11 +67,11 @@ def test_no_codebook_and_no_pull_is_the_plain_optimizer(ours, theirs, make):
 
 def steps(method, state, count=25):
     """Free steps on the tiny MLP's real gradient."""
-    oracle = ModuleTask(mlp(), F.cross_entropy)
+    task = ModuleTask(mlp(), F.cross_entropy)
     data, _ = blobs((40,))
     batch = data.train.inputs, data.train.targets
     for k in range(count):
-        state = method.step(state, oracle, batch, Clock(k, count, 5))
+        state = method.step(state, task, batch, Clock(k, count, 5))
     return state
 
 
@@ -121,7 +121,7 @@ def test_no_codebook_is_full_precision_qupel():
     method = QuPeL(eta1=Schedule(0.1), eta3=Schedule(2.0), lambda_p=Schedule(0.1), quantizer=QUANTIZER)
     job = make_job([Phase(method, 3)], sizes=(12, 8), bits=(32,))
     finished, models = run_inline(job)
-    oracle = ModuleTask(mlp(), F.cross_entropy)
+    task = ModuleTask(mlp(), F.cross_entropy)
     w = Layout.of(mlp()).flatten(mlp()).double()
     x = [w.clone(), w.clone()]
     for r in range(3):
@@ -130,7 +130,7 @@ def test_no_codebook_is_full_precision_qupel():
             for step in range(3 * r, 3 * r + 3):
                 owned = job.parts[i].train_rows
                 picked = torch.as_tensor(owned[rows(0, i, step, len(owned), 4)])
-                g = oracle(x[i].float(), (job.data.train.inputs[picked], job.data.train.targets[picked])).double()
+                g = task(x[i].float(), (job.data.train.inputs[picked], job.data.train.targets[picked])).double()
                 x[i] = x[i] - 0.1 * (g + 0.1 * (x[i] - local[i]))
                 local[i] = local[i] + 0.2 * (x[i] - local[i])
         w = (local[0] + local[1]) / 2
@@ -189,13 +189,13 @@ def test_fedavg_then_local_is_local_training_from_the_average():
     finished, models = run_inline(tuned)
     average, _ = run_inline(make_job([Phase(FedAvg(), 3)], bits=(32,)))
     assert same(finished.w, average.w)
-    oracle = ModuleTask(mlp(), F.cross_entropy)
+    task = ModuleTask(mlp(), F.cross_entropy)
     for i in range(4):
         x = average.w
         for step in range(9, 15):
             owned = tuned.parts[i].train_rows
             picked = torch.as_tensor(owned[rows(0, i, step, len(owned), 4)])
-            x = torch.add(x, oracle(x, (tuned.data.train.inputs[picked], tuned.data.train.targets[picked])), alpha=-0.1)
+            x = torch.add(x, task(x, (tuned.data.train.inputs[picked], tuned.data.train.targets[picked])), alpha=-0.1)
         torch.testing.assert_close(models[i], x, rtol=1e-5, atol=1e-6)
 
 

@@ -21,6 +21,7 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.prox import Prox
+from qupel.parts.servers.mean import Mean
 
 INPUTS, CLASSES = 6, 3
 
@@ -140,6 +141,21 @@ def run_inline(job: Job, **options):
     with Inline(job, **options) as engine:
         finished = run(job, engine)
         return finished, final_models(job, engine, finished.w)
+
+
+def beginning(job: Job):
+    """What the server has at the start."""
+    from qupel.engine.rounds import enter
+
+    return enter(job.phases[0], (Layout.of(job.module).flatten(job.module),))
+
+
+def mean_of(engine, round: int, w, clients):
+    """The mean of what these clients send in a round, w (rows) being the model they are sent: the server by hand."""
+    server, so_far = Mean(), None
+    for done in engine.train(round, w, clients):
+        so_far = server.add(so_far, done.upload, 1.0)
+    return server.finish(w, so_far, ())[0]
 
 
 def same(a, b) -> bool:

@@ -268,10 +268,10 @@ def metrics(job: Job, round: int, judged: Sequence[Judged], since: Since, sent: 
         "step": (round + 1) * job.local_steps,
         "epoch": (round + 1) * job.local_steps / job.steps_per_epoch,
         **{f"train_{name}": sum(v) / len(v) for name, v in since.told.items()},
-        "bits": float(np.mean([j.bits for j in judged])),
-        "model_bytes": float(np.mean([j.bytes for j in judged])),
+        "bits": mean_told([j.bits for j in judged]),
+        "model_bytes": mean_told([j.bytes for j in judged]),
         "upload_bytes": sent,
-        "dead_centers": sum(j.dead for j in judged),
+        "dead_centers": sum(j.dead or 0 for j in judged),
         "refused": list(since.refused),
     }
     if never:
@@ -293,6 +293,12 @@ def metrics(job: Job, round: int, judged: Sequence[Judged], since: Since, sent: 
     if len(judged) < len(job.parts):  # some were not there to be judged
         line["clients"]["number"] = [j.client for j in judged]
     return line
+
+
+def mean_told(values: Sequence[float | None]) -> float:
+    """The mean over those that tell, NaN if nobody does."""
+    told = [v for v in values if v is not None]
+    return float(np.mean(told)) if told else math.nan
 
 
 def value(score: Score) -> float:

@@ -91,7 +91,7 @@ class Generations:
     def _load(self, round: int) -> Tensor | None:
         if round != self.loaded:
             self.loaded = None
-            self.shard.store = MemoryStore(self.shard.layout)
+            self.shard.store = MemoryStore(self.shard.forms)
             if round >= 0:
                 self.shard.load(self._path(round))
             self.loaded = round

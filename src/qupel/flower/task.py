@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import tomllib
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
-from qupel.flower.wire import Codec
-from qupel.run.config import Bits, PhaseConfig, SplitConfig, Strict, check_bits, explain
+from qupel.flower.boundary import JOB
+from qupel.parts.codecs import codecs
+from qupel.run.config import Bits, Phases, SplitConfig, Strict, check_bits, explain
 from qupel.util.errors import UserError
 
 PROTOCOL: Literal[2] = 2  # of the messages between server and clients; both sides must agree
@@ -28,23 +28,29 @@ class Task(Strict):
     model_config = ConfigDict(ser_json_inf_nan="constants")  # BinaryRelax ends with an infinite lambda
 
     protocol: Literal[2] = PROTOCOL
-    job: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,99}$", description="names the client's folder of states")
+    job: str = Field(pattern=f"^{JOB}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
     model: str
     shape: tuple[int, ...]
     classes: int = Field(ge=1)
     clients: int = Field(ge=1)
-    phases: tuple[PhaseConfig, ...]
+    phases: Phases
     local_steps: int = Field(ge=1)
     batch: int = Field(ge=1)
     epoch_steps: int = Field(ge=1)
     sample: float = Field(gt=0, le=1)
     augment: bool = False
-    upload: Codec = "fp32"
+    upload: str = Field("fp32", description="the codec")
+
+    @field_validator("upload")
+    @classmethod
+    def _codec(cls, value: str) -> str:
+        codecs[value]
+        return value
 
     @classmethod
-    def of(cls, job: Job, *, name: str, label: str, model: str, upload: Codec) -> Task:
+    def of(cls, job: Job, *, name: str, label: str, model: str, upload: str) -> Task:
         """What clients must know of the server's job."""
         described = {
             "job": name,
@@ -54,7 +60,7 @@ class Task(Strict):
             "shape": list(job.data.train.inputs.shape[1:]),
             "classes": job.data.classes,
             "clients": len(job.parts),
-            "phases": [{"rounds": p.rounds, "method": asdict(p.method)} for p in job.phases],
+            "phases": [p.table() for p in job.phases],
             "local_steps": job.local_steps,
             "batch": job.batch,
             "epoch_steps": job.client_epoch_steps,
@@ -93,6 +99,7 @@ class ClientConfig(Strict):
     resident: bool = Field(True, description="keep torch, data and state loaded between rounds")
     idle_minutes: float = Field(60, gt=0, description="a resident worker that nobody asks for this long ends")
     nice: int = Field(0, ge=0, le=19)
+    allow: tuple[str, ...] = Field((), description="modules of this machine that a job may name its parts from")
     privacy: Privacy | None = None
 
     @model_validator(mode="after")

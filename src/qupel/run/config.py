@@ -15,8 +15,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    InstanceOf,
     PlainSerializer,
-    SkipValidation,
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
@@ -75,7 +75,7 @@ def _phases(value: Any) -> Any:
 
 
 Phases = Annotated[
-    tuple[SkipValidation[Phase], ...],
+    tuple[InstanceOf[Phase], ...],
     BeforeValidator(_phases),
     PlainSerializer(lambda phases: [p.table() for p in phases]),
     WithJsonSchema({"type": "array", "items": {"type": "object"}}),

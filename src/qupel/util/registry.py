@@ -16,7 +16,9 @@ import json
 import pkgutil
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -133,9 +135,26 @@ def first_sentence(part: Any) -> str:
     return (inspect.getdoc(part) or "").split("\n")[0]
 
 
+_ALLOWED: ContextVar[frozenset[str] | None] = ContextVar("allowed imports", default=None)
+
+
+@contextmanager
+def imports_limited_to(modules: Iterable[str]) -> Iterator[None]:
+    """Meanwhile a part's import path may name these modules only: whoever gives the path is not trusted."""
+    token = _ALLOWED.set(frozenset(modules))
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
 def imported(path: str, kind: str) -> Any:
     """What "package.module:Name" names."""
     module, _, name = path.partition(":")
+    allowed = _ALLOWED.get()
+    if allowed is not None and module not in allowed:
+        known = ", ".join(sorted(allowed)) or "none"
+        raise UserError(f"{kind} {path!r}: importing {module} is not allowed here; allowed: {known}")
     try:
         found: Any = import_module(module)
         for part in name.split("."):

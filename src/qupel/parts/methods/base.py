@@ -11,6 +11,7 @@ What a class may say of its method beside these, with the default in brackets:
 
     state_type   its own state, a frozen dataclass that extends `parts.base.State`             [that one]
     keeps_state  whether a client's next round depends on its last one                         [True]
+    sends        whether anything leaves a client                                              [True]
     any_network  whether x may be of another network than w                                    [False]
     models       how many of the rows are models, the first ones; the server averages others   [all]
     tie(time)    lambda_p, the pull between x and w, for diagnostics                           [0]
@@ -31,7 +32,7 @@ The smallest one, with which every client trains the shared model for itself and
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -78,6 +79,8 @@ class OneRow:
 class Alone:
     """The functions of a method that does not communicate."""
 
+    sends: ClassVar[bool] = False
+
     def receive(self, state: State, w: Rows) -> State:
         return state
 
@@ -90,6 +93,10 @@ class Alone:
 
 def state_of(method: Method) -> type[State]:
     return getattr(method, "state_type", State)
+
+
+def sends(method: Method) -> bool:
+    return getattr(method, "sends", True)
 
 
 def keeps_state(method: Method) -> bool:
