@@ -31,6 +31,7 @@ from qupel.evaluate import Score
 from qupel.experiment import Cell, build_job, describe, load_data, split_data
 from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations
+from qupel.flower.ledger import Ledger
 from qupel.flower.task import PROTOCOL, ClientConfig, Task
 from qupel.flower.wire import encode, noise_deviation, privatize
 
@@ -108,12 +109,21 @@ class ClientJob:
         self.shard = Shard(self.job, [self.client])
         self.folder = own.state / task.job
         self.generations = Generations(self.folder, self.shard)
+        self.ledger = Ledger(own.state, own.privacy) if own.privacy else None
 
     def train(self, asked: Asked, w: Tensor) -> tuple[Header, bytes]:
-        """One round. Asked for again, it is answered again and not trained again."""
-        known = self.generations.answered(asked)
-        if known is not None:
-            return known
+        """One round. Asked for again, it is answered again and not trained again. A private client pays for it when its
+        answer is on disk and before it leaves: killed in between, it neither loses the round nor gives it twice."""
+        if self.ledger is None:
+            return self.generations.answered(asked) or self._trained(asked, w)
+        answer = self.generations.kept(asked)
+        if answer is None:
+            self.ledger.check(self.task.job, asked.round)
+            answer = self._trained(asked, w)
+        self.ledger.pay(self.task.job, asked.round)
+        return answer
+
+    def _trained(self, asked: Asked, w: Tensor) -> tuple[Header, bytes]:
         residual = self.generations.before(asked.round)
         (done,) = self.shard.train(asked.round, w, [self.client])
         reply = {
@@ -124,7 +134,7 @@ class ClientJob:
             "loss": None if self.own.privacy else done.loss,
             "fault": done.fault,
         }
-        if done.fault is not None:
+        if done.fault is not None and self.ledger is None:
             return reply, b""
         payload = b""
         if done.upload is not None:

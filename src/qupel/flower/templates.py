@@ -42,6 +42,9 @@ resident = true             # keep torch and data loaded between rounds (false: 
 # clip = 1.0
 # epsilon = 1.0
 # delta = 1e-5
+# max_rounds = 100          # it answers a round once and these in all, whatever a server says;
+# max_epsilon = 10.0        # T rounds cost T epsilon
+# max_delta = 0.01          # and T delta
 """
 
 START = """#!/bin/sh

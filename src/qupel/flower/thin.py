@@ -28,9 +28,9 @@ def forward(config: Path, header: Header, body: bytes) -> tuple[Header, bytes]:
     """The answer of the client with this config file."""
     raw = tomllib.loads(config.read_text())
     if not raw.get("resident", True):
-        from qupel.flower.worker import open_client
+        from qupel.flower.worker import answer_alone
 
-        return open_client(config).answer(header, body)
+        return answer_alone(config, header, body)
     state = config.resolve().parent / raw.get("state", "state")
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
