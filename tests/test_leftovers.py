@@ -1,4 +1,4 @@
-"""What killed processes leave behind is known as ours, and goes at the next start; what is another's or in use, stays."""
+"""What killed processes leave is known as ours, and goes at the next start; what is another's or in use, stays."""
 
 import os
 import signal
@@ -44,18 +44,17 @@ def test_folders_of_multiprocessing(tmp_path):
     """Killed, a pool's folder is left; the next pool removes it, but not that of one that lives, nor any other's."""
     there = tmp_path / "tmp"
     (there / "pymp-another").mkdir(parents=True)
-    with begun(POOL, tmp_path, "600") as (killed, left):
-        with begun(LIGHT, tmp_path, "600") as (_, live):
-            killed.kill()
-            killed.wait()
-            before = {path.name for path in there.iterdir()}
-            assert {os.path.dirname(left), os.path.dirname(live)} == {
-                str(there / name) for name in before if name.startswith("qupel-")
-            }
-            with begun(LIGHT, tmp_path, "0") as (third, _):
-                third.wait(60)
-            assert not os.path.exists(left)
-            assert os.path.exists(live)
+    with begun(POOL, tmp_path, "600") as (killed, left), begun(LIGHT, tmp_path, "600") as (_, live):
+        killed.kill()
+        killed.wait()
+        before = {path.name for path in there.iterdir()}
+        assert {os.path.dirname(left), os.path.dirname(live)} == {
+            str(there / name) for name in before if name.startswith("qupel-")
+        }
+        with begun(LIGHT, tmp_path, "0") as (third, _):
+            third.wait(60)
+        assert not os.path.exists(left)
+        assert os.path.exists(live)
     assert (there / "pymp-another").exists()
     assert len([name for name in before if name.startswith("pymp-")]) == 1
 

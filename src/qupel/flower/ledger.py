@@ -39,7 +39,7 @@ class Spent(Strict):
     rounds: int = Field(0, ge=0)
     epsilon: float = Field(0.0, ge=0, allow_inf_nan=False)
     delta: float = Field(0.0, ge=0, allow_inf_nan=False)
-    jobs: dict[str, int] = {}  # job -> its last round answered
+    jobs: dict[str, int] = Field({}, description="job -> its last round answered")
 
 
 class Ledger:

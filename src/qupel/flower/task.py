@@ -100,6 +100,7 @@ class ClientConfig(Strict):
     state: Path = Field(Path("state"), description="folder for its personal model, its centers and exported files")
     resident: bool = Field(True, description="keep torch, data and state loaded between rounds")
     idle_minutes: float = Field(60, gt=0, description="a resident worker that nobody asks for this long ends")
+    keep_days: float = Field(30, gt=0, description="states of jobs that nobody asks for this long go; models stay")
     nice: int = Field(0, ge=0, le=19)
     privacy: Privacy | None = None
 

@@ -1,5 +1,6 @@
 """The texts of a federation's folder."""
 
+APP_NAME, APP_VERSION = "qupel/qupel-app", "1.0.0"  # publisher/name of the app below
 INNER_PORT = 18443  # of the SuperLink on the server's loopback, behind the proxy
 
 APP = """[build-system]
@@ -31,6 +32,7 @@ CLIENT = """# Client {number}. Nothing of this file leaves the machine.
 client = {number}                  # its number; the server knows its key under the name client-{number}
 {size}                    # 1 to 8, 32 for full precision; or: budget = "24 KiB" for its file
 {layers}state = "state"             # folder for its personal model, its centers and exported files
+keep_days = 30              # states of a job go when nobody has asked for it this long; its exported model stays
 resident = true             # keep torch and data loaded between rounds (false: load them in every round)
 
 # Its data. Its own: name = "mine.npz" (train_inputs, train_targets, test_inputs, test_targets, classes) and no [split].

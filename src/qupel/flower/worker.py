@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from qupel.errors import UserError
-from qupel.flower import frames
+from qupel.flower import clean, frames
 from qupel.flower.client import Client
 from qupel.flower.processes import PID_FILE, Process
 from qupel.flower.task import ClientConfig, load_client
@@ -39,6 +39,7 @@ def answer_alone(path: Path, header: frames.Header, body: bytes) -> tuple[frames
 def serve(client: Client) -> None:
     config = client.config
     with alone(config.state), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        clean.sweep(clean.of_state(config.state, config.keep_days))
         (config.state / frames.SOCKET).unlink(missing_ok=True)  # of a worker that is gone
         with frames.inside(config.state):
             listener.bind(frames.SOCKET)
