@@ -18,7 +18,7 @@ from qupel.errors import UserError
 from qupel.flower.ledger import LEDGER
 from qupel.flower.server import conduct
 
-PRIVACY = "[privacy]\nclip = 0.5\nepsilon = 0.1\ndelta = 1e-6\n"
+PRIVACY = "[privacy]\nclip = 0.5\nepsilon = 0.1\ndelta = 1e-6\nsensitivity = 1e-4\n"  # little noise: it is not seeded
 
 
 @pytest.fixture(autouse=True)

@@ -132,6 +132,9 @@ def test_a_supernode_that_cannot_be_held_to_an_app_does_not_start(made, monkeypa
     Process.here("SuperNode").note(made.client(0) / clean.SUPERNODE)
     with pytest.raises(UserError, match="already has a SuperNode"):
         supernode.main(made.client(0), [])
+    valid_for(made, -0.01, monkeypatch)
+    with pytest.raises(UserError, match=r"ca.crt has expired; "):
+        supernode.main(made.client(1), [])
 
 
 # --- certificates ---

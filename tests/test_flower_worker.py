@@ -91,6 +91,27 @@ def test_idle_workers_end(client):
     assert not left.exists()
 
 
+def test_without_a_resident_worker_questions_wait_for_one_another(client):
+    """Two at once would undo each other's rounds."""
+    import torch
+
+    from qupel.flower.worker import alone
+
+    threads = torch.get_num_threads()
+    client.write_text("resident = false\n" + client.read_text())
+    state = client.parent / "state-0"
+    state.mkdir()
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(forward(client, HELLO, b"")))
+    with alone(state):
+        asking.start()
+        asking.join(1)
+        assert answers == []
+    asking.join()
+    torch.set_num_threads(threads)  # a client takes one
+    assert answers[0][0]["samples"] == 20
+
+
 def test_garbage_does_not_end_a_worker(client):
     state = client.parent / "state-0"
     forward(client, HELLO, b"")

@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from qupel.errors import UserError
 from qupel.flower import clean
 from qupel.flower.processes import Process
 from qupel.flower.templates import APP_NAME, APP_VERSION
+from qupel.flower.trust import ends
 
 TESTED = "1.41."  # of flwr: what is replaced here is not part of its interface
 
@@ -71,6 +73,8 @@ def main(folder: Path, options: list[str]) -> None:
     note = folder / clean.SUPERNODE
     if (before := clean.noted("SuperNode", note)) and before.alive():
         raise UserError(f"{folder} already has a SuperNode, process {before.pid}")
+    if ends(folder / "ca.crt") < datetime.now(UTC):
+        raise UserError(f"{folder / 'ca.crt'} has expired; `qupel flower renew` on the server makes a new one")
     pin(wanted)
     for left in clean.of_client(folder):
         left.remove()

@@ -80,8 +80,8 @@ ReadWritePaths={place}
 WantedBy=multi-user.target
 """
 
-NGINX = """# Clients may reach the fleet interface and nothing else: whoever reaches the control interface starts code
-# on every client. The SuperLink itself listens on 127.0.0.1:{inner} only.
+NGINX = """# Clients may reach the fleet interface and nothing else: whoever reaches the control interface runs code
+# on the server. The SuperLink itself listens on 127.0.0.1:{inner} only.
 server {{
     listen {port} ssl;
     server_name {host};
