@@ -206,9 +206,9 @@ def test_a_round_that_fails_is_an_answer(tmp_path, question):
     broken[:] = np.nan
     reply, _ = client.answer(header, broken.tobytes())
     assert reply["fault"]
-    assert client.answer({**header, "attempt": 2}, broken.tobytes())[0] == reply
-    reply, _ = client.answer({**header, "attempt": 3}, body)
-    assert reply["error"].startswith("round-answered: ")
+    for w in (broken.tobytes(), body):
+        reply, _ = client.answer({**header, "attempt": 2}, w)
+        assert reply["error"].startswith("round-answered: ")
     assert client.answer({**header, "round": 1}, body)[1]  # from the state it had
 
 

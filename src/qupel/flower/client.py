@@ -134,7 +134,9 @@ class ClientJob:
             "loss": None if self.own.privacy else done.loss,
             "fault": done.fault,
         }
-        if done.fault is not None and self.ledger is None:
+        if done.fault is not None:
+            if self.ledger:  # whether it fails depends on the data: that is told once, too
+                self.ledger.pay(self.task.job, asked.round)
             return reply, b""
         payload = b""
         if done.upload is not None:
