@@ -167,7 +167,7 @@ def test_a_round_asked_twice_counts_once(tmp_path):
     reply, _ = client.answer(trained[1][0], trained[1][1])
     assert "round 2 is over: this client is at round 5" in reply["error"]
     again, payload = client.answer({**header, "attempt": 9}, other)
-    assert again["fault"] is None
+    assert "error" not in again
     assert payload != heard[4][1].body
     reply, _ = client.answer(header, body)
     assert "is over" in reply["error"]  # attempt 1 has been overtaken
@@ -217,14 +217,15 @@ def nan(client, header, reply):
 LIES = {
     "NaN": (nan, "upload holds values that are not finite"),
     "too short": (lambda c, h, r: [Reply(c, r.header, r.body[:-4])], "upload has"),
+    "nothing": (lambda c, h, r: [Reply(c, r.header)], "sent no upload"),
     "too long": (lambda c, h, r: [Reply(c, r.header, r.body + b"\0" * 4)], "upload has"),
     "old round": (spoil(round=0), "answered round 1 when asked for round 2"),
-    "no round": (spoil(round="x"), "answered round 'x' when asked for round 2"),
+    "no round": (spoil(round="x"), "round = 'x': allowed is a whole number"),
     "another job": (spoil(job="other"), "answered job 'other'"),
     "another client": (spoil(client=1), "says it is client 1"),
-    "no samples": (spoil(samples=-1), "says it has -1 samples"),
+    "no samples": (spoil(samples=-1), "samples = -1: allowed is a whole number"),
     "an error": (lambda c, h, r: [Reply(c, {"error": "boom"})], "boom"),
-    "a fault": (spoil(fault="its own fault"), "its own fault"),
+    "a fault": (spoil(fault="its own fault"), "its fields are client, fault, job,"),
     "late": (lambda c, h, r: [], "no answer before the deadline"),
 }
 
@@ -435,10 +436,10 @@ def test_mistakes_in_a_client_config(tmp_path, text, words):
     [
         {},
         {"kind": "train"},
-        {"kind": "hello", "protocol": 1},
-        {"kind": "hello", "protocol": 2, "seed": 0},
-        {"kind": "train", "protocol": 1, "task": {"job": "../x"}},
-        {"kind": "x", "protocol": 1},
+        {"kind": "hello", "protocol": 2},
+        {"kind": "hello", "protocol": 1, "seed": 0},
+        {"kind": "train", "protocol": 2, "task": {"job": "../x"}},
+        {"kind": "x", "protocol": 2},
     ],
 )
 def test_a_question_that_is_none_is_answered_with_an_error(tmp_path, header):

@@ -98,6 +98,17 @@ def test_a_wrong_length_is_refused(codec):
             decode(codec, wrong, w)
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_any_bytes_of_the_right_length_decode(codec):
+    """Numbers or not: no warning, no error; what is not finite is screened afterwards."""
+    rng = np.random.default_rng(0)
+    w = torch.zeros(300)
+    for fill in (None, b"\xff", b"\x7f\x80", b"\0\0\x80\x7f"):
+        size = wire_bytes(codec, 300)
+        payload = rng.bytes(size) if fill is None else (fill * size)[:size]
+        assert decode(codec, payload, w).shape == (300,)
+
+
 # --- local differential privacy ---
 
 

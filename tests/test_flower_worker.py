@@ -19,7 +19,7 @@ from qupel.flower import frames, processes
 from qupel.flower.processes import Process, end, start, started
 from qupel.flower.thin import WorkerMissing, forward
 
-HELLO = {"kind": "hello", "protocol": 1, "seed": 0}
+HELLO = {"kind": "hello", "protocol": 2, "seed": 0}
 
 
 def worker_of(state):

@@ -173,10 +173,10 @@ def metrics(
         "step": (round + 1) * job.local_steps,
         "epoch": (round + 1) * job.local_steps / job.steps_per_epoch,
         "loss": loss,
-        "bits": float(np.mean([j.bits for j in judged])),
-        "model_bytes": float(np.mean([j.bytes for j in judged])),
+        "bits": mean_told([j.bits for j in judged]),
+        "model_bytes": mean_told([j.bytes for j in judged]),
         "upload_bytes": sent,
-        "dead_centers": sum(j.dead for j in judged),
+        "dead_centers": sum(j.dead or 0 for j in judged),
         "refused": list(refused),
     }
     for name in ("test", "validation", "float_test"):
@@ -195,6 +195,12 @@ def metrics(
         if len(judged) < len(job.parts):  # some were not there to be judged
             line["clients"]["number"] = [j.client for j in judged]
     return line
+
+
+def mean_told(values: Sequence[float | None]) -> float:
+    """The mean over those that tell, NaN if nobody does."""
+    told = [v for v in values if v is not None]
+    return float(np.mean(told)) if told else math.nan
 
 
 def value(score: Score) -> float:

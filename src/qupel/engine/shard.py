@@ -38,15 +38,16 @@ class Trained:
 
 @dataclass(frozen=True)
 class Judged:
-    """A client's deployed model on its test and validation data; `float_test`: its model before quantization."""
+    """A client's deployed model on its test and validation data; `float_test`: its model before quantization.
+    None: a client on another machine keeps that to itself."""
 
     client: int
     test: Score
     validation: Score
     float_test: Score
-    bytes: int
-    bits: float
-    dead: int  # centers without a weight
+    bytes: int | None
+    bits: float | None
+    dead: int | None  # centers without a weight
     weights: dict[str, Any] | None = None  # its centers, at a few clients only (`weights.told`)
     seen: Seen | None = None  # with diagnostics
 

@@ -4,14 +4,17 @@ hello     who it is: number, training samples, shape of an input, classes
 train     tau steps from the server's w; the upload, or why there is none
 evaluate  how its deployed model scores on its own test data
 export    write its packed model on its own disk; size and test accuracy
+
+What of that leaves it, `boundary` says; all else that there is to say goes to its own log.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import sys
+import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,8 @@ from qupel.engine.shard import Shard
 from qupel.errors import UserError
 from qupel.evaluate import Score
 from qupel.experiment import Cell, build_job, describe, load_data, split_data
+from qupel.flower import boundary
+from qupel.flower.boundary import Answer
 from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations
 from qupel.flower.ledger import Ledger
@@ -47,37 +52,46 @@ class Client:
         self.job: ClientJob | None = None
 
     def answer(self, header: Header, body: bytes) -> tuple[Header, bytes]:
-        """The answer to one question; a mistake that somebody can mend is an answer, too."""
+        """The answer to one question, whatever happens; what went wrong is told in a sentence of the list, or none."""
+        kind, private = header.get("kind"), self.config.privacy is not None
         try:
-            kind = header.get("kind")
-            if kind == "ping":
-                return {}, b""
-            if header.get("protocol") != PROTOCOL:
-                raise UserError(f"the server speaks protocol {header.get('protocol')}, this client {PROTOCOL}")
-            if kind == "hello":
-                return self._hello(int(header["seed"])), b""
-            job = self._job(header["task"])
-            w = torch.frombuffer(bytearray(body), dtype=torch.float32) if body else torch.empty(0)  # (d,)
-            if w.shape != job.shard.initial.shape:
-                here = f"{job.task.model} has {len(job.shard.initial)}"
-                raise UserError(f"the server's model has {len(w)} parameters, {here}")
-            if kind == "train":
-                return job.train(Asked.of(int(header["attempt"]), int(header["round"]), body), w)
-            if kind == "evaluate":
-                return job.evaluate(int(header["round"]), w), b""
-            if kind == "export":
-                return job.export(int(header["round"]), w), b""
-            raise UserError(f"unknown question {kind!r}")
-        except (UserError, OSError) as e:
-            return {"client": self.config.client, "error": f"{e}"}, b""
-        except (KeyError, TypeError, ValueError) as e:
-            return {"client": self.config.client, "error": f"not a question this client understands: {e!r}"}, b""
+            return boundary.told(kind, private, *self._answer(header, body))
+        except UserError as e:
+            log(f"{kind!r:.20}: {e}")
+            text = str(e)
+        except Exception as e:
+            traceback.print_exc()
+            text = boundary.NO_QUESTION if type(e) in (KeyError, TypeError, ValueError) else boundary.FAILED
+        return boundary.refused(kind, private, text)
 
-    def _hello(self, seed: int) -> Header:
+    def _answer(self, header: Header, body: bytes) -> tuple[Answer, bytes]:
+        kind, protocol = header.get("kind"), header.get("protocol")
+        if kind == "ping":
+            return boundary.Pong(), b""
+        if protocol != PROTOCOL:
+            raise UserError(f"the server speaks protocol {protocol}, this client {PROTOCOL}")
+        if kind == "hello":
+            return self._hello(int(header["seed"])), b""
+        job = self._job(header["task"])
+        w = torch.frombuffer(bytearray(body), dtype=torch.float32) if body else torch.empty(0)  # (d,)
+        if w.shape != job.shard.initial.shape:
+            here = len(job.shard.initial)
+            raise UserError(f"the server's model has {len(w)} parameters, this client's {here}")
+        if kind == "train":
+            return job.train(Asked.of(int(header["attempt"]), int(header["round"]), body), w)
+        if kind == "evaluate":
+            return job.evaluate(int(header["round"]), w), b""
+        if kind == "export":
+            return job.export(int(header["round"]), w), b""
+        raise KeyError(kind)
+
+    def _hello(self, seed: int) -> Answer:
         parts = split_data(merged(self.config, None), self.data, seed)
         samples = len(parts[own_number(self.config, parts)].train_rows)
-        shape = list(self.data.train.inputs.shape[1:])
-        return {"client": self.config.client, "samples": samples, "shape": shape, "classes": self.data.classes}
+        if self.data.classes is None:
+            raise UserError(boundary.NO_CLASSES)
+        shape = tuple(self.data.train.inputs.shape[1:])
+        return boundary.Hello(self.config.client, samples, shape, self.data.classes)
 
     def _job(self, described: Any) -> ClientJob:
         try:
@@ -111,39 +125,42 @@ class ClientJob:
         self.generations = Generations(self.folder, self.shard)
         self.ledger = Ledger(own.state, own.privacy) if own.privacy else None
 
-    def train(self, asked: Asked, w: Tensor) -> tuple[Header, bytes]:
+    def train(self, asked: Asked, w: Tensor) -> tuple[Answer, bytes]:
         """One round. Asked for again, it is answered again and not trained again. A private client pays for it when its
         answer is on disk and before it leaves: killed in between, it neither loses the round nor gives it twice."""
-        if self.ledger is None:
-            return self.generations.answered(asked) or self._trained(asked, w)
-        answer = self.generations.kept(asked)
-        if answer is None:
-            self.ledger.check(self.task.job, asked.round)
+        known = self.generations.kept(asked) if self.ledger else self.generations.answered(asked)
+        if known is None:
+            if self.ledger:
+                self.ledger.check(self.task.job, asked.round)
             answer = self._trained(asked, w)
-        self.ledger.pay(self.task.job, asked.round)
+        else:
+            answer = boundary.heard("train", known[0]), known[1]
+        if self.ledger:
+            self.ledger.pay(self.task.job, asked.round)
         return answer
 
-    def _trained(self, asked: Asked, w: Tensor) -> tuple[Header, bytes]:
+    def _trained(self, asked: Asked, w: Tensor) -> tuple[Answer, bytes]:
         residual = self.generations.before(asked.round)
         (done,) = self.shard.train(asked.round, w, [self.client])
-        reply = {
-            "client": self.client,
-            "job": self.task.job,
-            "round": asked.round,
-            "samples": len(self.job.parts[self.client].train_rows),
-            "loss": None if self.own.privacy else done.loss,
-            "fault": done.fault,
-        }
         if done.fault is not None:
             if self.ledger:  # whether it fails depends on the data: that is told once, too
                 self.ledger.pay(self.task.job, asked.round)
-            return reply, b""
+            log(f"{self.task.job}: {done.fault}")
+            raise UserError(boundary.DIVERGED.format(asked.round + 1))
+        reply = self._update(asked.round, done.loss)
         payload = b""
         if done.upload is not None:
             rng = generator(self.task.seed, "upload", self.client, asked.round)
             payload, residual = encode(self.task.upload, self._private(done.upload, w), w, residual, rng)
-        self.generations.keep(asked, reply, payload, residual)
+        kept, _ = boundary.told("train", self.own.privacy is not None, reply)
+        self.generations.keep(asked, kept, payload, residual)
         return reply, payload
+
+    def _update(self, round: int, loss: float) -> Answer:
+        samples = len(self.job.parts[self.client].train_rows)
+        if self.own.privacy:
+            return boundary.PrivateUpdate(self.client, self.task.job, round, samples)
+        return boundary.Update(self.client, self.task.job, round, samples, sayable_loss(loss))
 
     def _private(self, upload: Tensor, w: Tensor) -> Tensor:
         """Noise from the machine's own entropy: from the job's seed, the server could draw it again."""
@@ -153,16 +170,17 @@ class ClientJob:
         deviation = noise_deviation(private.epsilon, private.delta, private.sensitivity or 2 * private.clip)
         return privatize(upload, w, private.clip, deviation, np.random.default_rng())
 
-    def evaluate(self, round: int, w: Tensor) -> Header:
-        """How the deployed model scores; a private client tells no scores, they depend on its data."""
+    def evaluate(self, round: int, w: Tensor) -> Answer:
+        """How the deployed model scores; a private client tells nothing of it, so it does not look."""
+        if self.own.privacy:
+            return boundary.PrivateScores(self.client, round)
         self.generations.upto(round)
         (judged,) = self.shard.evaluate(round, w, [self.client])
-        if self.own.privacy:
-            unsaid = Score(math.nan, None, 0)
-            judged = replace(judged, test=unsaid, validation=unsaid, float_test=unsaid)
-        return {"round": round, **asdict(judged)}
+        scores = (*sayable(judged.test), *sayable(judged.validation), *sayable(judged.float_test))
+        size = (judged.bytes or 0, judged.bits or 0.0, judged.dead or 0)
+        return boundary.Scores(self.client, round, *scores, *size)
 
-    def export(self, round: int, w: Tensor) -> Header:
+    def export(self, round: int, w: Tensor) -> Answer:
         """Write what this client ships after `round` to its own disk."""
         self.generations.upto(round)
         (judged,) = self.shard.evaluate(round, w, [self.client])
@@ -174,9 +192,25 @@ class ClientJob:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         written = save(self.folder / MODEL, module, model.codebook, about=about)
         if allowed is not None and written > allowed:
-            raise UserError(f"its file has {written} bytes, over its budget of {allowed}")
-        told = None if self.own.privacy or not judged.test.count else test
-        return {"client": self.client, "round": round, "bytes": written, "test": told}
+            raise UserError(boundary.OVERSIZE.format(written, allowed))
+        if self.own.privacy:
+            return boundary.PrivateExport(self.client, round)
+        return boundary.Export(self.client, round, written, judged.test.accuracy)
+
+
+def sayable(score: Score) -> tuple[float | None, float | None]:
+    """(accuracy, loss) as they are told: nothing where there is no data."""
+    return (score.accuracy, sayable_loss(score.loss)) if score.count else (None, None)
+
+
+def sayable_loss(loss: float) -> float:
+    """One that is not finite is told as the largest that may be: not to tell it would look better than it is."""
+    return max(-boundary.MOST_LOSS, loss) if loss < boundary.MOST_LOSS else boundary.MOST_LOSS
+
+
+def log(text: str) -> None:
+    """For this client's own eyes."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def merged(own: ClientConfig, task: Task | None) -> Config:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from qupel.flower.thin import forward
+from qupel.flower import frames, thin
 
 app = ClientApp()
 
@@ -19,11 +18,14 @@ app = ClientApp()
 @app.query("hello")
 @app.query("export")
 def answer(message: Message, context: Context) -> Message:
-    asked = message.content
-    header = json.loads(str(asked["question"]["header"]))
-    body = asked.array_records["arrays"]["w"].numpy().tobytes() if "arrays" in asked else b""
-    reply, payload = forward(Path(str(context.node_config["config"])), header, body)
+    try:
+        asked = message.content
+        header = frames.table(str(asked["question"]["header"]))
+        body = asked.array_records["arrays"]["w"].numpy().tobytes() if "arrays" in asked else b""
+        reply, payload = thin.forward(Path(str(context.node_config["config"])), header, body)
+    except Exception as e:
+        reply, payload = thin.failed(e)
     content = RecordDict({"answer": ConfigRecord({"header": json.dumps(reply)})})
     if payload:
-        content["arrays"] = ArrayRecord({"upload": Array(np.frombuffer(payload, np.uint8))})
+        content["arrays"] = ArrayRecord({"upload": Array("uint8", (len(payload),), frames.BYTES, payload)})
     return Message(content=content, reply_to=message)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from qupel.errors import UserError
 
@@ -220,6 +221,7 @@ def run(
     deadline: Annotated[float, typer.Option(min=1, help="seconds a round may take")] = 120.0,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
     upload: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="what clients send")] = "fp32",
+    most_weight: Annotated[float, typer.Option(min=1, help="weighted = true: medians a client may count for")] = 10.0,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this --name")] = False,
     server: Server = None,
 ) -> None:
@@ -237,7 +239,7 @@ def run(
     if parsed.model.start is not None:
         raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
     least = minimum or max(1, federation.clients - len(federation.revoked()))
-    terms = Terms(federation.clients, least, deadline, patience, upload)
+    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight)
     if resume and name is None:
         raise UserError("--resume needs --name, that of the run to go on with")
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -323,7 +325,7 @@ def _address(federation: Federation, server: str | None) -> str:
 
 def _tell(progress: dict[str, Any]) -> None:
     for refusal in progress["refused"]:
-        err.print(f"round {progress['round']}: refused {refusal}", highlight=False)
+        err.print(f"round {progress['round']}: refused {refusal}", highlight=False, markup=False)
     line = progress["line"] or {}
     test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
     loss = f"  loss {progress['loss']:.4f}" if progress["loss"] == progress["loss"] else ""
@@ -336,9 +338,9 @@ def _show(target: Path) -> None:
     if path.exists():
         table = Table("client", "model on its disk", "test accuracy")
         for told in json.loads(path.read_text()):
-            size = f"{told['bytes']:,} bytes" if "bytes" in told else told["error"]
+            size = told.get("error") or ("written" if told["bytes"] is None else f"{told['bytes']:,} bytes")
             table.add_row(
-                str(told["client"]), size, f"{100 * told['test']:.1f} %" if told.get("test") is not None else ""
+                str(told["client"]), Text(size), f"{100 * told['test']:.1f} %" if told.get("test") is not None else ""
             )
         out.print(table)
     out.print(f"[dim]everything the server knows is in {target}[/dim]")

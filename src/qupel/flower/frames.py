@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 from collections.abc import Iterator
@@ -14,7 +15,10 @@ from typing import Any
 
 Header = dict[str, Any]
 SOCKET = "worker.sock"
+BYTES = "qupel.bytes"  # how an upload is packed in a Flower array: not at all
 LARGEST_HEADER, LARGEST_BODY = 2**20, 2**34
+DEEPEST_HEADER = 32
+_STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 _LENGTHS = struct.Struct("!QQ")
 
 
@@ -29,10 +33,31 @@ def receive(connection: socket.socket) -> tuple[Header, bytes]:
     head, body = _LENGTHS.unpack(_exactly(connection, _LENGTHS.size))
     if head > LARGEST_HEADER or body > LARGEST_BODY:
         raise ConnectionError(f"a message of {head} + {body} bytes is not one of ours")
-    header = json.loads(_exactly(connection, head))
-    if not isinstance(header, dict):
-        raise ConnectionError("a message without a header is not one of ours")
+    header = table(_exactly(connection, head))
     return header, bytes(_exactly(connection, body))
+
+
+def table(text: str | bytes | bytearray, largest: int = LARGEST_HEADER, deepest: int = DEEPEST_HEADER) -> Header:
+    """A JSON table out of a text that may be anything; raises ValueError. Size and depth are looked at before it is
+    parsed: a parser that goes down with every bracket can be made to go down too far."""
+    if len(text) > largest:
+        raise ValueError(f"a header of {len(text)} bytes; {largest} are allowed")
+    text = text if isinstance(text, str) else text.decode()
+    depth = 0
+    for found in _STRING_OR_BRACKET.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        if depth > deepest:
+            raise ValueError(f"a header of more than {deepest} brackets within one another")
+    header = json.loads(text, parse_int=_short_integer)
+    if not isinstance(header, dict):
+        raise ValueError("a header that is no table")
+    return header
+
+
+def _short_integer(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray:

@@ -26,6 +26,7 @@ from qupel.engine.shard import Shard
 from qupel.engine.store import MemoryStore
 from qupel.errors import UserError
 from qupel.files import new_folder, write_atomic, write_json
+from qupel.flower.boundary import REMOVED
 from qupel.flower.clean import SWEPT
 from qupel.flower.frames import Header
 
@@ -98,7 +99,7 @@ class Generations:
 
     def _load(self, round: int) -> Tensor | None:
         if (self.folder / SWEPT).exists():
-            raise UserError("this client has removed its states of this job, which nobody had asked for in long")
+            raise UserError(REMOVED)
         if round != self.loaded:
             self.loaded = None
             self.shard.store = MemoryStore(self.shard.layout)

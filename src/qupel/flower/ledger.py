@@ -17,21 +17,17 @@ from pydantic import Field, ValidationError
 from qupel.config import Strict
 from qupel.errors import UserError
 from qupel.files import write_atomic
+from qupel.flower.boundary import REFUSALS
 from qupel.flower.task import Privacy
 
 LEDGER = "_privacy.json"
-REASONS = {
-    "round-answered": "a private client answers a round once, and has answered this one",
-    "budget-spent": "a private client answers within its own max_rounds, max_epsilon and max_delta, which are spent",
-    "ledger-damaged": f"a private client that cannot read what it has spent ({LEDGER}) answers nothing",
-}
 
 
 class Refused(UserError):
     """Why a private client does not answer: one of a closed list, the same text whatever its data are."""
 
     def __init__(self, code: Literal["round-answered", "budget-spent", "ledger-damaged"]) -> None:
-        super().__init__(f"{code}: {REASONS[code]}")
+        super().__init__(f"{code}: {REFUSALS[code]}")
         self.code = code
 
 

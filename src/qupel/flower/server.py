@@ -2,6 +2,8 @@
 
 A round ends when all asked clients have answered or at its deadline; those that answered soundly are averaged, at least
 `minimum` of them. What comes later, twice, from an old round or broken is not.
+
+No field of an answer is believed: `hear` is the one door, and whatever it finds leaves out one client, named.
 """
 
 from __future__ import annotations
@@ -16,11 +18,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from qupel.algorithms.base import Deployed
-from qupel.config import Config, Strict, explain
+from qupel.algorithms.base import Deployed, State
+from qupel.config import Config, Strict
 from qupel.data.partition import Part
 from qupel.data.sources import Arrays, Dataset
 from qupel.engine.checkpoint import Checkpoints
@@ -28,8 +29,11 @@ from qupel.engine.job import Job
 from qupel.engine.rounds import Failed, Finished, Progress, run
 from qupel.engine.shard import Judged, Trained, screen
 from qupel.errors import UserError
+from qupel.evaluate import Score
 from qupel.experiment import Cell, assemble, build_model
 from qupel.files import write_atomic, write_json
+from qupel.flower import boundary
+from qupel.flower.boundary import Answer, printable
 from qupel.flower.frames import Header
 from qupel.flower.task import PROTOCOL, Task
 from qupel.flower.wire import Codec, decode
@@ -39,7 +43,7 @@ TRIES = 3  # of a round that too few clients answer
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back from a client; `header` has an "error" where there was one."""
+    """What came back from a client: anything. `header` has an "error" where there was one."""
 
     client: int
     header: Header
@@ -65,6 +69,7 @@ class Terms:
     deadline: float = 120.0  # seconds a round may take
     patience: float = 600.0  # seconds to wait for the minimum to connect, and for their first answers
     upload: Codec = "fp32"
+    most_weight: float = 10.0  # what a client may count for in a weighted mean, in medians of all clients
 
 
 class Fleet:
@@ -72,6 +77,8 @@ class Fleet:
 
     def __init__(self, job: Job, task: Task, parts: list[Part], post: Post, terms: Terms, attempt: int) -> None:
         self.job, self.task, self.parts, self.post, self.terms, self.attempt = job, task, parts, post, terms, attempt
+        self.samples = [len(part.train_rows) for part in parts]  # as the clients tell
+        self.unheard: list[str] = []  # whose scores could not be read since they were last asked for, and why
 
     def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
         needed = min(self.terms.minimum, len(clients))
@@ -82,6 +89,7 @@ class Fleet:
             for reply in self._ask("train", round, w, asked):
                 done[reply.client] = self._read(reply, round, w)
             if sum(d.fault is None for d in done.values()) >= needed:
+                self._weigh()
                 return iter(done.values())
         faults = "; ".join(f"{self.job.name(d.client)}: {d.fault}" for d in done.values() if d.fault)
         raise Failed(f"round {round + 1}: fewer than {needed} clients answered soundly ({faults})")
@@ -99,34 +107,43 @@ class Fleet:
 
     def _read(self, reply: Reply, round: int, w: Tensor) -> Trained:
         """A client's round out of its answer, or why it does not count."""
-        upload, header = None, reply.header
-        loss, samples = header.get("loss"), header.get("samples")
-        fault = fault_of(reply, round)
-        if fault is None and header.get("job") != self.task.job:
-            fault = f"answered job {header.get('job')!r:.40}"
-        if fault is None and (type(samples) is not int or not 1 <= samples < 2**31):
-            fault = f"says it has {samples!r:.40} samples"
-        if fault is None and reply.body:
+        heard = hear("train", reply, round=round, job=self.task.job)
+        if not isinstance(heard, boundary.PrivateUpdate):
+            return Trained(reply.client, None, math.nan, str(heard))
+        phase, _ = self.job.locate(round)
+        sends = self.job.phases[phase].method.upload(State(w, w)) is not None
+        upload, fault = None, None
+        if sends != bool(reply.body):
+            fault = "sent no upload" if sends else "sent an upload, and this phase has none"
+        elif sends:
             try:
                 upload = decode(self.task.upload, reply.body, w)
                 fault = screen(upload, len(w))
-            except UserError as e:
-                fault = str(e)
+            except Exception as e:
+                fault = printable(e)
         if fault is not None:
             return Trained(reply.client, None, math.nan, fault)
-        self.parts[reply.client] = stand_in(int(samples or 0))
-        return Trained(reply.client, upload, loss if type(loss) is float else math.nan, wire=len(reply.body))
+        self.samples[reply.client] = heard.samples
+        return Trained(reply.client, upload, number(getattr(heard, "loss", None)), wire=len(reply.body))
+
+    def _weigh(self) -> None:
+        """Clients count by the samples they tell, but none for more than `most_weight` medians: a lie of 2^31 samples
+        must not make a weighted mean one client's own. Of two medians the lower one, which no single client moves."""
+        if not self.job.weighted:
+            return
+        most = max(1, int(self.terms.most_weight * sorted(self.samples)[(len(self.samples) - 1) // 2]))
+        self.parts[:] = [stand_in(min(count, most)) for count in self.samples]
 
     def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
-        judged = []
+        judged, self.unheard = [], []
         for reply in self._ask("evaluate", round, w, wait_for(self.post, clients, 1, self.terms.patience)):
-            if fault_of(reply, round) is None:
-                try:
-                    judged.append(_JUDGED.validate_python({k: v for k, v in reply.header.items() if k != "round"}))
-                except ValidationError:
-                    continue
+            heard = hear("evaluate", reply, round=round)
+            if isinstance(heard, boundary.PrivateScores):
+                judged.append(judged_of(heard))
+            else:
+                self.unheard.append(f"{self.job.name(reply.client)}: {heard}")
         if not judged:
-            raise Failed(f"round {round + 1}: no client told how its model scores")
+            raise Failed("; ".join([f"round {round + 1}: no client told how its model scores", *self.unheard]))
         return iter(judged)
 
     def export(self, round: int, w: Tensor) -> list[dict[str, Any]]:
@@ -134,8 +151,11 @@ class Fleet:
         everyone = range(self.terms.clients)
         told: dict[int, dict[str, Any]] = {client: {"error": "no answer"} for client in everyone}
         for reply in self._ask("export", round, w, wait_for(self.post, everyone, 1, self.terms.patience)):
-            fault = fault_of(reply, round)
-            told[reply.client] = {k: reply.header.get(k) for k in ("bytes", "test")} if not fault else {"error": fault}
+            heard = hear("export", reply, round=round)
+            if isinstance(heard, boundary.PrivateExport):
+                told[reply.client] = {k: getattr(heard, k, None) for k in ("bytes", "test")}
+            else:
+                told[reply.client] = {"error": str(heard)}
         return [{"client": client, **told[client]} for client in everyone]
 
     def deployed(self, round: int, w: Tensor, client: int) -> Deployed:
@@ -148,20 +168,43 @@ class Fleet:
         """Nothing, for the same reason."""
 
 
-_JUDGED = TypeAdapter(Judged)
+def hear(kind: str, reply: Reply, round: int | None = None, job: str | None = None) -> Answer | str:
+    """What a client says, every field within its bounds, about the round and job asked for; or why it does not count.
+    Whatever a client sends, this raises nothing."""
+    try:
+        if "error" in reply.header:
+            return printable(reply.header["error"]) or "an error"
+        heard = boundary.heard(kind, reply.header)
+        number, at, of = (getattr(heard, name, None) for name in ("client", "round", "job"))
+        if number != reply.client:
+            return f"says it is client {number}"
+        if round is not None and at != round:
+            return f"answered round {int(at or 0) + 1} when asked for round {round + 1}"
+        if job is not None and of != job:
+            return f"answered job {of!r:.40}"
+        return heard
+    except Exception as e:
+        return f"an answer that cannot be read: {printable(e, 200)}"
 
 
-def fault_of(reply: Reply, round: int) -> str | None:
-    """Why an answer does not count, whatever it holds: an error, another client's number, another round."""
-    header = reply.header
-    if header.get("error"):
-        return str(header["error"])[:300]
-    if header.get("client") != reply.client:
-        return f"says it is client {header.get('client')!r:.40}"
-    if header.get("round") != round:
-        told = header.get("round")
-        return f"answered round {told + 1 if type(told) is int else repr(told)[:40]} when asked for round {round + 1}"
-    return str(header["fault"])[:300] if header.get("fault") else None
+def judged_of(heard: boundary.PrivateScores) -> Judged:
+    """A client's scores as the loop of rounds takes them; a private client's are not there."""
+    if not isinstance(heard, boundary.Scores):
+        unsaid = Score(math.nan, None, 0)
+        return Judged(heard.client, unsaid, unsaid, unsaid, None, None, None)
+    test = score(heard.test, heard.test_loss)
+    validation = score(heard.validation, heard.validation_loss)
+    float_test = score(heard.float_test, heard.float_test_loss)
+    return Judged(heard.client, test, validation, float_test, heard.bytes, heard.bits, heard.dead)
+
+
+def score(accuracy: float | None, loss: float | None) -> Score:
+    """A score has a loss, or it is none: one client without must not make the mean of all NaN."""
+    return Score(math.nan, None, 0) if loss is None else Score(loss, accuracy, 1)
+
+
+def number(told: float | None) -> float:
+    return math.nan if told is None else told
 
 
 def wait_for(post: Post, clients: Sequence[int], least: int, patience: float) -> list[int]:
@@ -202,31 +245,24 @@ class Request(Strict):
         write_atomic(folder / "request.json", self.model_dump_json(indent=1) + "\n")
 
 
-class Hello(Strict):
-    client: int
-    samples: int = Field(ge=1, lt=2**31)
-    shape: tuple[int, ...]
-    classes: int = Field(ge=1)
-
-
 def greet(post: Post, request: Request) -> dict[str, Any]:
     """Ask the clients what they have, again if too few answer: they load torch and their data now. Those whose data are
     of another kind than most clients' are left out."""
     terms = request.terms
     header = {"kind": "hello", "protocol": PROTOCOL, "seed": request.seed}
     limit = time.monotonic() + terms.patience
-    hellos: dict[int, Hello] = {}
+    hellos: dict[int, boundary.Hello] = {}
     for _ in range(TRIES):
         here = wait_for(post, range(terms.clients), terms.minimum, terms.patience)
         faults = {client: "no answer" for client in here if client not in hellos}
         for reply in post.ask(header, b"", list(faults), max(1.0, limit - time.monotonic())):
             if reply.client in faults:
-                heard = read_hello(reply)
-                if isinstance(heard, Hello):
+                heard = hear("hello", reply)
+                if isinstance(heard, boundary.Hello):
                     hellos[reply.client] = heard
                     del faults[reply.client]
                 else:
-                    faults[reply.client] = heard
+                    faults[reply.client] = str(heard)
         if len(hellos) >= terms.minimum or time.monotonic() > limit:
             break
     kinds: dict[tuple[tuple[int, ...], int], dict[int, int]] = {}  # (shape, classes) -> client -> samples
@@ -242,17 +278,6 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     typical = int(np.median(list(told.values())))
     samples = [told.get(i, typical) for i in range(terms.clients)]
     return {"shape": kind[0], "classes": kind[1], "samples": samples, "left_out": faults}
-
-
-def read_hello(reply: Reply) -> Hello | str:
-    """What a client has, or what is wrong with its answer."""
-    fault = fault_of(Reply(reply.client, {**reply.header, "round": 0}), 0)
-    if fault:
-        return fault
-    try:
-        return Hello.model_validate_json(json.dumps(reply.header))
-    except ValidationError as e:
-        return explain(e)
 
 
 def open_fleet(folder: Path, post: Post) -> Fleet:
@@ -284,7 +309,12 @@ def conduct(
     """Run the job of a folder to its end, from its newest checkpoint if there is one, and let the clients export."""
     fleet = open_fleet(folder, post)
     checkpoints = Checkpoints(folder, fleet.task.job)
-    finished = run(fleet.job, fleet, checkpoints=checkpoints, watch=watch, should_stop=should_stop)
+
+    def tell(progress: Progress) -> None:
+        unheard = fleet.unheard if progress.line else []
+        watch(replace(progress, refused=[*progress.refused, *unheard]))
+
+    finished = run(fleet.job, fleet, checkpoints=checkpoints, watch=tell, should_stop=should_stop)
     write_atomic(folder / "w.bin", finished.w.numpy().tobytes())
     if Request.read(folder).config.save_models:
         export(folder, fleet)

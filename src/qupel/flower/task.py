@@ -14,9 +14,10 @@ from qupel.config import Bits, PhaseConfig, SplitConfig, Strict, check_bits, exp
 from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.errors import UserError
+from qupel.flower.boundary import JOB
 from qupel.flower.wire import Codec
 
-PROTOCOL: Literal[1] = 1  # of the messages between server and clients; both sides must agree
+PROTOCOL: Literal[2] = 2  # of the messages between server and clients; both sides must agree
 
 
 class Task(Strict):
@@ -27,8 +28,8 @@ class Task(Strict):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # BinaryRelax ends with an infinite lambda
 
-    protocol: Literal[1] = PROTOCOL
-    job: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,99}$", description="names the client's folder of states")
+    protocol: Literal[2] = PROTOCOL
+    job: str = Field(pattern=f"^{JOB}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
     model: str

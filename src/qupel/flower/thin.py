@@ -11,9 +11,11 @@ import os
 import sys
 import time
 import tomllib
+import traceback
 from pathlib import Path
+from typing import Any
 
-from qupel.flower import frames
+from qupel.flower import boundary, frames
 from qupel.flower.frames import Header
 from qupel.flower.processes import PID_FILE, start
 
@@ -24,9 +26,20 @@ class WorkerMissing(RuntimeError):
     """The resident worker could not be started."""
 
 
+def failed(error: Exception) -> tuple[Header, bytes]:
+    """The answer where there is none. Flower would send the text of the exception, which may hold anything."""
+    traceback.print_exception(error)
+    missing = isinstance(error, WorkerMissing)
+    return boundary.refused("", True, boundary.NO_WORKER if missing else boundary.FAILED)
+
+
 def forward(config: Path, header: Header, body: bytes) -> tuple[Header, bytes]:
     """The answer of the client with this config file."""
     raw = tomllib.loads(config.read_text())
+    return boundary.passed_on(header.get("kind"), "privacy" in raw, *_ask(config, raw, header, body))
+
+
+def _ask(config: Path, raw: dict[str, Any], header: Header, body: bytes) -> tuple[Header, bytes]:
     if not raw.get("resident", True):
         from qupel.flower.worker import answer_alone
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,13 +69,7 @@ def alone(state: Path, wait: bool = False) -> Iterator[None]:
 def _one(client: Client, connection: socket.socket) -> None:
     """One question. What goes wrong with it must not end the worker."""
     try:
-        header, body = frames.receive(connection)
-        try:
-            answer = client.answer(header, body)
-        except Exception as e:
-            traceback.print_exc()
-            answer = {"client": client.config.client, "error": f"{type(e).__name__}: {e}"}, b""
-        frames.send(connection, *answer)
+        frames.send(connection, *client.answer(*frames.receive(connection)))
     except (OSError, ValueError) as e:
         print(f"a question was lost: {e}", file=sys.stderr, flush=True)
 
