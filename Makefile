@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types check bench bench-quick clean
+.PHONY: demo test test-slow lint types check bench bench-quick lock clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "QuPeL needs Python 3.11 or newer: make PYTHON=python3.11 demo"; exit 2; }
@@ -38,6 +38,13 @@ bench:
 
 bench-quick: $(STAMP)
 	$(BIN)/python benchmarks/quick.py
+
+# requirements.lock out of constraints.txt, with the hash of torch's CPU wheel (Linux, x86-64, Python 3.11) beside the others.
+TORCH_CPU := 6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b
+lock: $(STAMP)
+	{ grep '^#' requirements.lock; $(BIN)/uv --no-config pip compile constraints.txt --no-deps --generate-hashes \
+	  --no-annotate --no-header --quiet | awk '{print} /^torch==/ {print "    --hash=sha256:$(TORCH_CPU) \\"}'; } > .lock.tmp
+	mv .lock.tmp requirements.lock
 
 clean:
 	rm -rf $(VENV) .venv-bench build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

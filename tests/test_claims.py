@@ -17,10 +17,10 @@ from qupel.core.optim import Adam
 from qupel.core.prox import prox_weights
 from qupel.core.quantize import init_centers
 from qupel.core.schedule import Clock, Schedule
+from qupel.paper import published as paper
 from qupel.paper.reproduce import plan
 from qupel.paper.reproduce.publish import rewrite
 from qupel.parts.methods import State
-from qupel.paper import published as paper
 from qupel.report import tables
 from qupel.report.significance import over_seeds, seed_difference
 from qupel.run.recipes import RECIPES, Budget, Settings

@@ -26,7 +26,6 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
-from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.tasks.judge import Judge
 from qupel.tasks.task import Diverged, ModuleTask

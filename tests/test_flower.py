@@ -163,7 +163,7 @@ def test_strangers_are_refused(make, tmp_path):
     (tmp_path / "wrong.crt").write_bytes(certificate_pem(make_authority()[0]))
     running = Running.of(federation)
     authority, key = "--root-certificates", "--auth-supernode-private-key"
-    good = federation.supernode(0, running.address, 0)[1:]
+    good = federation.supernode(0, running.address, 0)[4:]  # what Flower's own program is told
     options = dict(zip(good[::2], good[1::2], strict=True))
     unregistered, wrong = str(other / "clients/client-0/key"), str(tmp_path / "wrong.crt")
     attempts = {
@@ -188,6 +188,69 @@ def test_strangers_are_refused(make, tmp_path):
         assert words in said, what
     with running.control() as control:
         assert [(node.name, node.status) for node in control.nodes()] == [("client-0", "online")]
+
+
+EVIL = """
+import json
+from pathlib import Path
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
+
+client, server = ClientApp(), ServerApp()
+Path("{marks}").joinpath(f"imported-{{__import__('os').getppid()}}").touch()
+
+@client.query()
+def answer(message, context):
+    Path("{marks}").joinpath("ran").touch()
+    return Message(RecordDict(), reply_to=message)
+
+@server.main()
+def main(grid, context):
+    ask = [Message(RecordDict({{"q": ConfigRecord({{"x": 1}})}}), n, "query") for n in grid.get_node_ids()]
+    told = [m.error.reason if m.has_error() else "" for m in grid.send_and_receive(ask, timeout=120)]
+    Path(context.run_config["run"]).write_text(json.dumps(told))
+"""
+
+
+@pytest.mark.slow
+def test_a_foreign_bundle_and_a_revoked_key(make, tmp_path):
+    """A bundle with our app's name and other code is refused by every client before any of it runs there; a client that
+    is revoked at a running server takes no part from then on, nor after the next `up`."""
+    from qupel.flower import templates
+    from qupel.flower.folder import bundle
+
+    federation, config = make(2)
+    (tmp_path / "evil" / "app").mkdir(parents=True)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    text = templates.APP.replace("qupel.flower.server_app:app", "evil:server")
+    (tmp_path / "evil/app/pyproject.toml").write_text(text.replace("qupel.flower.client_app:app", "evil:client"))
+    (tmp_path / "evil/app/evil.py").write_text(EVIL.format(marks=marks))
+    (tmp_path / "evil/app/LICENSE").write_text("MIT")
+    bundle(tmp_path / "evil")
+    with Running.of(federation).control() as control:
+        control.start(tmp_path / "evil/app.fab", {"run": str(tmp_path / "told.json")})
+        until(lambda: (tmp_path / "told.json").exists(), 180)
+    assert json.loads((tmp_path / "told.json").read_text()) == ["The FAB could not be verified."] * 2
+    assert len(list(marks.iterdir())) == 1  # at the server, whose own it is
+    assert "refuses its key from now on" in qupel("revoke", federation.folder, 1).stdout
+    qupel("run", federation.folder, config, "--name", "r", "--set", "rounds=2")
+    lines = (federation.folder / "runs" / "r" / "progress.jsonl").read_text().splitlines()
+    assert [json.loads(line)["refused"] for line in lines] == [["client 1: not connected"]] * 2
+    end([Running.of(federation).processes["client-1"]])
+    table = qupel("up", federation.folder).stdout
+    assert (table.count("online"), table.count("revoked")) == (1, 1)
+    assert not Running.of(federation).alive("client-1")
+    # Its owner starts it all the same.
+    command = federation.supernode(1, Running.of(federation).address, free_port())
+    environment = os.environ | flower_environment(tmp_path / "home") | {"PATH": f"{BINARIES}:{os.environ['PATH']}"}
+    again = start("again", [sys.executable, *command[1:], "--max-retries", "1"], tmp_path / "again", environment)
+    try:
+        until(lambda: not again.alive(), 120)
+    finally:
+        end([again])
+    assert "SuperNode ID" not in (tmp_path / "again").read_text()
 
 
 class Grid:

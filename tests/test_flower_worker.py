@@ -79,10 +79,37 @@ def test_a_worker_that_cannot_start_says_why(tmp_path):
 
 
 def test_idle_workers_end(client):
+    """And begin with removing what others have left."""
     client.write_text("idle_minutes = 0.002\n" + client.read_text())
     state = client.parent / "state-0"
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    left = state / "job" / f".answer.json.{gone.stdout.strip()}.tmp"  # of a worker that was killed
+    left.parent.mkdir(parents=True)
+    left.touch()
     subprocess.run([sys.executable, "-m", "qupel.flower.worker", str(client)], check=True, timeout=600)
     assert (state / "worker.json").exists()
+    assert not left.exists()
+
+
+def test_without_a_resident_worker_questions_wait_for_one_another(client):
+    """Two at once would undo each other's rounds."""
+    import torch
+
+    from qupel.flower.worker import alone
+
+    threads = torch.get_num_threads()
+    client.write_text("resident = false\n" + client.read_text())
+    state = client.parent / "state-0"
+    state.mkdir()
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(forward(client, HELLO, b"")))
+    with alone(state):
+        asking.start()
+        asking.join(1)
+        assert answers == []
+    asking.join()
+    torch.set_num_threads(threads)  # a client takes one
+    assert answers[0][0]["samples"] == 20
 
 
 def test_garbage_does_not_end_a_worker(client):
@@ -180,7 +207,9 @@ def test_secrets_are_readable_by_their_owner_only(made):
     assert stat.S_IMODE(made.folder.stat().st_mode) == 0o700
     for i in range(2):  # nothing of the server's or another client's secrets goes to a client
         there = {path.name for path in made.client(i).iterdir()}
-        assert there == {"key", "key.pub", "ca.crt", "client.toml", "start.sh", "qupel-supernode.service"}
+        assert there == {
+            "key", "key.pub", "ca.crt", "client.toml", "start.sh", "qupel-supernode.service", "app.sha256"
+        }  # fmt: skip
 
 
 def test_certificates_verify(made):
@@ -228,7 +257,7 @@ def test_start_scripts_start_what_they_say(made, tmp_path):
     """With a stand-in for Flower's programs that shows how it was called, from wherever the folder was copied to."""
     programs = tmp_path / "venv" / "bin"
     programs.mkdir(parents=True)
-    for name in ("flower-superlink", "flower-supernode"):
+    for name in ("flower-superlink", "python"):
         (programs / name).write_text('#!/bin/sh\nprintf "%s\\n" "$0" "$@" "$FLWR_HOME" "$FLWR_TELEMETRY_ENABLED"\n')
         (programs / name).chmod(0o755)
     moved = tmp_path / "another place"
@@ -236,7 +265,8 @@ def test_start_scripts_start_what_they_say(made, tmp_path):
     environment = {"PATH": os.environ["PATH"], "QUPEL_VENV": str(programs.parent)}
     done = subprocess.run([moved / "start.sh"], capture_output=True, text=True, env=environment, check=True)
     said = done.stdout.splitlines()
-    assert said[0].endswith("flower-supernode")
+    assert said[0] == str(programs / "python")
+    assert said[1:4] == ["-m", "qupel.flower.supernode", str(moved)]
     assert said[1:] == [*made.supernode(1, "flower.example.org:8443", 9094, moved)[1:], f"{moved}/home", "0"]
     done = subprocess.run(
         [made.server / "start.sh"], capture_output=True, text=True, env=environment, check=True

@@ -15,15 +15,14 @@ from qupel.data.batches import rows
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.parts.base import State
+from qupel.parts.methods.base import Alone
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
-from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.proxquant import ProxQuant
-from qupel.parts.methods.base import Alone
 from qupel.tasks.task import ModuleTask
 from tiny import QUANTIZER, blobs, make_job, mlp, run_inline, same
 

@@ -14,7 +14,6 @@ from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Stopped, run
 from qupel.engine.scores import FILE, attach
-from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.report.charts import clients as dots

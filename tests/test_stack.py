@@ -29,13 +29,11 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
-from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.run import config as configs
 from qupel.run import experiment
 from qupel.tasks import zoo as models
-from qupel.tasks.task import Oracle, StackOracle
 from qupel.util.errors import UserError
 from tiny import CLASSES, Drops, blobs, bomb, final_models, make_job, mlp, norm_net, recipe, run_inline, same, timeless
 

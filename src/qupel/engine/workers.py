@@ -26,6 +26,7 @@ from torch import Tensor
 
 from qupel.core.layout import Layout
 from qupel.engine.job import Job
+from qupel.engine.scratch import hold_multiprocessing
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
 from qupel.parts.base import Deployed, Rows, Upload
@@ -47,6 +48,7 @@ class Pool:
         context = torch.multiprocessing.get_context("spawn")
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)  # this process only averages; threads of its own would wait for the workers' cores
+        hold_multiprocessing()
         ensure_running()  # else the first start does this, and lets the signals through that are held back
         self.pipes: list[Connection] = []
         self.processes = []

@@ -28,6 +28,12 @@ DECLINED = "it declined; its own log says why"
 NO_WORKER = "its worker did not start; its own log says why"
 NO_QUESTION = "not a question this client understands"
 NO_CLASSES = "its data have no classes"
+REFUSALS = {  # of a private client (`ledger`)
+    "round-answered": "a private client answers a round once, and has answered this one",
+    "budget-spent": "a private client answers within its own max_rounds, max_epsilon and max_delta, which are spent",
+    "ledger-damaged": "a private client that cannot read what it has spent (_privacy.json) answers nothing",
+}
+REMOVED = "this client has removed its states of this job, which nobody had asked for in long"
 SENTENCES = (
     FAILED,
     DECLINED,
@@ -39,6 +45,8 @@ SENTENCES = (
     "the server's model has {} parameters, this client's {}",
     "round {} is over: this client is at round {}",
     "cannot go back to round {}: of the past, round {} is kept",
+    *(f"{code}: {text}" for code, text in REFUSALS.items()),
+    REMOVED,
 )
 OVERSIZE = "its file has {} bytes, over its budget of {}"
 DIVERGED = "round {}: its training met numbers that are not finite"

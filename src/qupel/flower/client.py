@@ -31,6 +31,7 @@ from qupel.flower import boundary
 from qupel.flower.boundary import Answer
 from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations
+from qupel.flower.ledger import Ledger
 from qupel.flower.task import PROTOCOL, ClientConfig, Task
 from qupel.flower.wire import encode, noise_deviation, privatize
 from qupel.parts.base import Rows, Upload, vector
@@ -122,6 +123,7 @@ class ClientJob:
         self.shard = Shard(self.job, [self.client])
         self.folder = own.state / task.job
         self.generations = Generations(self.folder, self.shard)
+        self.ledger = Ledger(own.state, own.privacy) if own.privacy else None
 
     def rows(self, round: int, body: bytes) -> Rows:
         """What the server sent: the rows of this round's method."""
@@ -132,13 +134,25 @@ class ClientJob:
         return numbers.split(size)
 
     def train(self, asked: Asked, w: Rows) -> tuple[Answer, bytes]:
-        """One round. Asked for again, it is answered again and not trained again."""
-        known = self.generations.answered(asked)
-        if known is not None:
-            return boundary.heard("train", known[0]), known[1]
+        """One round. Asked for again, it is answered again and not trained again. A private client pays for it when its
+        answer is on disk and before it leaves: killed in between, it neither loses the round nor gives it twice."""
+        known = self.generations.kept(asked) if self.ledger else self.generations.answered(asked)
+        if known is None:
+            if self.ledger:
+                self.ledger.check(self.task.job, asked.round)
+            answer = self._trained(asked, w)
+        else:
+            answer = boundary.heard("train", known[0]), known[1]
+        if self.ledger:
+            self.ledger.pay(self.task.job, asked.round)
+        return answer
+
+    def _trained(self, asked: Asked, w: Rows) -> tuple[Answer, bytes]:
         residual = self.generations.before(asked.round)
         (done,) = self.shard.train(asked.round, w, [self.client])
         if done.fault is not None:
+            if self.ledger:  # whether it fails depends on the data: that is told once, too
+                self.ledger.pay(self.task.job, asked.round)
             log(f"{self.task.job}: {done.fault}")
             raise UserError(boundary.DIVERGED.format(asked.round + 1))
         reply = self._update(asked.round, done.info)

@@ -1,4 +1,4 @@
-"""Commands for a federation on Flower: init, up, register, run, export, down. `cli.py` registers them."""
+"""Commands for a federation on Flower, from init to clean. `cli.py` registers them."""
 
 from __future__ import annotations
 
@@ -92,19 +92,110 @@ def register(folder: Dir, server: Server = None) -> None:
     require_flower()
     from qupel.flower.control import Control
     from qupel.flower.folder import Federation
-    from qupel.flower.tryout import admit
+    from qupel.flower.trust import admit
 
     federation = Federation.open(folder)
+    _warn(federation)
     with Control(_address(federation, server), federation.authority) as control:
         control.check()
         admit(federation, control)
         _connected(control.nodes())
 
 
+@app.command()
+def status(folder: Dir, server: Server = None) -> None:
+    """Who is connected, and how long the certificates are valid."""
+    require_flower()
+    from qupel.flower.control import Control
+    from qupel.flower.folder import Federation
+    from qupel.flower.trust import days_left
+
+    federation = Federation.open(folder)
+    _warn(federation)
+    out.print(f"certificates: {days_left(federation):.0f} days left", highlight=False)
+    with Control(_address(federation, server), federation.authority) as control:
+        control.check()
+        _connected(control.nodes())
+
+
+@app.command()
+def revoke(
+    folder: Dir,
+    client: Annotated[str, typer.Argument(help="its name or number: client-3, 3")],
+    server: Server = None,
+) -> None:
+    """Shut a client out for good: a running server refuses its key at once, another from its start."""
+    require_flower()
+    from qupel.flower import trust
+    from qupel.flower.control import Control
+    from qupel.flower.folder import Federation
+
+    federation = Federation.open(folder)
+    name = f"client-{client}" if client.isdecimal() else client
+    trust.revoke(federation, name)
+    with Control(_address(federation, server), federation.authority) as control:
+        if not control.answers():
+            out.print(
+                f"{name} is revoked; no server answers on {control.address}: the next `up` or `register` tells it"
+            )
+            return
+        trust.shut_out(federation, control)
+    out.print(f"{name} is revoked: the server refuses its key from now on")
+
+
+@app.command()
+def renew(folder: Dir) -> None:
+    """Make new certificates, for another five years. The clients' keys stay."""
+    require_flower()
+    from qupel.flower import trust
+    from qupel.flower.folder import Federation
+
+    federation = Federation.open(folder)
+    before = trust.renew(federation)
+    out.print(f"{federation.server}: new certificates; start the SuperLink again, and let the proxy read them")
+    out.print(f"by {before:%Y-%m-%d} copy server/ca.crt to every client's folder: its old one is valid until then")
+
+
+@app.command()
+def clean(
+    folder: Annotated[Path, typer.Argument(help="folder of the federation, or of one client")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would be removed")] = False,
+    days: Annotated[
+        float | None,
+        typer.Option(min=0, help="a job is old after so many (default: keep_days of the client)"),
+    ] = None,
+) -> None:
+    """Remove what killed processes and old jobs have left: temporaries, orphaned workers, states. Models stay."""
+    from qupel.flower import clean as cleaning
+
+    if (folder / "federation.json").exists():
+        found = cleaning.of_federation(folder.resolve(), days)
+    elif (folder / "client.toml").exists():
+        found = cleaning.of_client(folder.resolve(), days)
+    else:
+        raise UserError(f"{folder} is neither a federation's folder (federation.json) nor a client's (client.toml)")
+    for left in [*found, *cleaning.of_machine()]:
+        out.print(
+            f"{'would remove' if dry_run else 'removed'} {left.what}", markup=False, highlight=False, soft_wrap=True
+        )
+        if not dry_run:
+            left.remove()
+    if not found:
+        out.print("nothing of ours is left there")
+
+
+def _warn(federation: Federation) -> None:
+    """Say that the certificates come to their end; one line and exit code 2 where they have."""
+    from qupel.flower.trust import warning
+
+    if told := warning(federation):
+        err.print(told, markup=False, highlight=False, soft_wrap=True)
+
+
 def _connected(nodes: list[Node]) -> None:
     table = Table("client", "status")
     for node in nodes:
-        table.add_row(node.name, node.status)
+        table.add_row(node.name, "revoked" if node.status == "unregistered" else node.status)
     out.print(table)
 
 
@@ -125,7 +216,9 @@ def run(
     config: Annotated[Path, typer.Argument(help="a TOML file with one method; data, split and bits are the clients'")],
     name: Annotated[str | None, typer.Option(help="of the run (default: the config's name and the time)")] = None,
     set: Annotated[list[str] | None, typer.Option("--set", help="override a key: --set rounds=10")] = None,
-    minimum: Annotated[int | None, typer.Option(min=1, help="clients a round needs (default: all)")] = None,
+    minimum: Annotated[
+        int | None, typer.Option(min=1, help="clients a round needs (default: all that are let in)")
+    ] = None,
     deadline: Annotated[float, typer.Option(min=1, help="seconds a round may take")] = 120.0,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
     upload: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="what clients send")] = "fp32",
@@ -141,11 +234,13 @@ def run(
     from qupel.run.experiment import cells
 
     federation = Federation.open(folder)
+    _warn(federation)
     parsed = configs.load(config, set or [])
     (cell,) = _one(cells(parsed))
     if parsed.model.start is not None:
         raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
-    terms = Terms(federation.clients, minimum or federation.clients, deadline, patience, upload, most_weight)
+    least = minimum or max(1, federation.clients - len(federation.revoked()))
+    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight)
     if resume and name is None:
         raise UserError("--resume needs --name, that of the run to go on with")
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -196,6 +291,7 @@ def export(
     from qupel.flower.folder import Federation
 
     federation = Federation.open(folder)
+    _warn(federation)
     target = federation.folder / "runs" / name
     if not (target / "w.bin").exists():
         raise UserError(f"{target} holds no finished run")

@@ -16,6 +16,7 @@ class Node:
     name: str
     status: str  # registered, online, offline
     activated: str  # when it last connected
+    number: int  # Flower's
 
 
 class Control:
@@ -58,7 +59,8 @@ class Control:
         from flwr.proto.control_pb2 import ListNodesRequest
 
         found = self.client.ListNodes(ListNodesRequest()).nodes_info
-        return sorted((Node(n.name, n.status, n.last_activated_at) for n in found), key=lambda n: n.name)
+        nodes = (Node(n.name, n.status, n.last_activated_at, n.node_id) for n in found)
+        return sorted(nodes, key=lambda n: n.name)
 
     def register(self, key: Path, name: str) -> None:
         """Let the client with this public key in, under this name."""
@@ -72,14 +74,19 @@ class Control:
             raise UserError(f"{key} is no ECDSA key; `qupel flower init` makes the right ones")
         self.client.RegisterNode(RegisterNodeRequest(public_key=public_key_to_bytes(public), name=name))
 
+    def unregister(self, node: Node) -> None:
+        """Refuse this node from now on; Flower never takes its key again."""
+        from flwr.proto.control_pb2 import UnregisterNodeRequest
+
+        self.client.UnregisterNode(UnregisterNodeRequest(node_id=node.number))
+
     def start(self, app: Path, settings: dict[str, Any]) -> int:
-        """Start the app with these settings; the run's number."""
-        from flwr.cli.build import build_fab_from_disk
+        """Start the app of this bundle with these settings; the run's number."""
         from flwr.common.serde import fab_to_proto, user_config_to_proto
         from flwr.proto.control_pb2 import StartRunRequest
         from flwr.supercore.fab import Fab
 
-        content = build_fab_from_disk(app)
+        content = app.read_bytes()
         fab = Fab(hashlib.sha256(content).hexdigest(), content, {})
         request = StartRunRequest(fab=fab_to_proto(fab), override_config=user_config_to_proto(settings))
         return int(self.client.StartRun(request).run_id)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from qupel.engine.rounds import Failed, Stopped
 from qupel.flower.control import Control
-from qupel.flower.folder import Federation
+from qupel.flower.folder import Federation, bundle
 from qupel.util.terminal import stop_requests
 
 STATUS_SECONDS = 3.0  # between two questions to the SuperLink whether the run still lives
@@ -28,9 +28,10 @@ def drive(
         (target / leftover).unlink(missing_ok=True)
     progress = target / "progress.jsonl"
     at = progress.stat().st_size if progress.exists() else 0
+    bundle(federation.folder)
     with Control(address, federation.authority) as control:
         control.check()
-        number = control.start(federation.folder / "app", {"run": str(target), "mode": mode})
+        number = control.start(federation.folder / "app.fab", {"run": str(target), "mode": mode})
         try:
             with stop_requests() as should_stop:
                 for line in _follow(target, at, control, number):

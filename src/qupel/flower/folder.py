@@ -1,29 +1,31 @@
 """`qupel flower init DIR`: a whole federation as files.
 
 DIR/federation.json            the server's public address, the number of clients
-DIR/app/                       the Flower app: it names code that every machine has installed itself
+DIR/app/, app.fab              the Flower app, and its bundle: it names code that every machine has installed itself
 DIR/server/                    authority and server certificate, the clients' public keys, start command, systemd unit,
                                proxy rule; stays on the server
 DIR/clients/client-0/          what goes to client 0: its key, the authority's certificate, its config, start command,
-                               systemd unit
+                               systemd unit, and the hash of the one app that it runs
 DIR/runs/, DIR/logs/, up.json  made by `run` and `up`
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import ipaddress
 import json
 import os
 import shlex
 import socket
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qupel.flower import templates
 from qupel.util.errors import UserError
-from qupel.util.files import write_atomic, write_json
+from qupel.util.files import sync_folder, write_atomic, write_json
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -63,6 +65,10 @@ class Federation:
     def client(self, number: int) -> Path:
         return self.folder / "clients" / f"client-{number}"
 
+    def revoked(self) -> set[str]:
+        """Names of clients that are shut out."""
+        return {path.stem for path in (self.server / "revoked").glob("*.pub")}
+
     def superlink(self, port: int, host: str = LOOPBACK) -> list[str]:
         """The command that starts the server's side. Its interfaces share one port: a proxy lets only the fleet in."""
         here = self.server
@@ -82,7 +88,7 @@ class Federation:
         """The command that starts a client's side; `port`: for its own processes, on its own loopback."""
         here = folder or self.client(number)
         return [
-            "flower-supernode",
+            "python", "-m", "qupel.flower.supernode", str(here),
             "--superlink", server,
             "--root-certificates", str(here / "ca.crt"),
             "--auth-supernode-private-key", str(here / "key"),
@@ -110,25 +116,43 @@ def init(folder: Path, clients: int, host: str, port: int, config: Config, venv:
     folder.mkdir(parents=True, exist_ok=True)
     os.chmod(folder, 0o700)  # keys are in it
     federation = Federation(folder.resolve(), host, port, clients)
-    _server(federation, venv)
-    for number in range(clients):
-        _client(federation, number, config, venv)
     app = folder / "app"
     app.mkdir()
     write_atomic(app / "pyproject.toml", templates.APP)
     write_atomic(app / "LICENSE", "MIT\n")
+    known = bundle(folder)
+    _server(federation, venv)
+    for number in range(clients):
+        _client(federation, number, config, venv)
+        write_atomic(federation.client(number) / "app.sha256", known + "\n")
     described: dict[str, Any] = asdict(federation)
     del described["folder"]
     write_json(folder / "federation.json", described)  # last: a folder that has it is whole
     return federation
 
 
+def bundle(folder: Path) -> str:
+    """Make DIR/app.fab of DIR/app, if it is not there; its hash. It is made once: other versions pack otherwise."""
+    from flwr.cli.build import build_fab_from_disk
+
+    path = folder / "app.fab"
+    if not path.exists():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of what Flower uses
+            write_atomic(path, build_fab_from_disk(folder / "app"))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def server_names(host: str) -> list[str]:
+    """What the server's certificate is for."""
+    return sorted({host, LOOPBACK, "localhost"})
+
+
 def _server(federation: Federation, venv: str) -> None:
     here = federation.server
     (here / "keys").mkdir(parents=True)
     authority, key = make_authority()
-    names = sorted({federation.host, LOOPBACK, "localhost"})
-    certificate, server_key = make_certificate(authority, key, names)
+    certificate, server_key = make_certificate(authority, key, server_names(federation.host))
     write_secret(here / "ca.key", private_pem(key))
     write_secret(here / "server.key", private_pem(server_key))
     write_atomic(here / "ca.crt", certificate_pem(authority))
@@ -208,11 +232,14 @@ def free_port() -> int:
 # --- certificates ---
 
 
-def make_authority() -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+def make_authority(
+    key: ec.EllipticCurvePrivateKey | None = None,
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """Of a new key, or again of its old one: then what it has signed is valid under both certificates."""
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP384R1())
+    key = key or ec.generate_private_key(ec.SECP384R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "QuPeL federation")])
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates, no more
     draft = _draft(name, name, key.public_key())
@@ -283,8 +310,19 @@ def certificate_pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(form.Encoding.PEM)
 
 
+def replace_secret(path: Path, data: bytes) -> None:
+    """A new secret in place of the old one, in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    write_secret(temporary, data)
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
 def write_secret(path: Path, data: bytes) -> None:
     """A file that only its owner can read, from its first moment."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file:
         file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from qupel.engine.shard import Shard
 from qupel.engine.store import MemoryStore
+from qupel.flower.boundary import REMOVED
+from qupel.flower.clean import SWEPT
 from qupel.flower.frames import Header
 from qupel.util.errors import UserError
 from qupel.util.files import new_folder, write_atomic, write_json
@@ -63,16 +65,23 @@ class Generations:
     def _note(self, round: int) -> dict[str, Any]:
         return json.loads((self._path(round) / "answer.json").read_text())
 
+    def kept(self, asked: Asked) -> tuple[Header, bytes] | None:
+        """What was answered to this round and w, if it is still here."""
+        if asked.round not in self.rounds():
+            return None
+        note = self._note(asked.round)
+        if note["w"] != asked.w:
+            return None
+        return note["reply"], (self._path(asked.round) / "upload.bin").read_bytes()
+
     def answered(self, asked: Asked) -> tuple[Header, bytes] | None:
         """The answer to this very question, if it was given before. Raises if the question is an old one."""
         known = self.rounds()
         if not known:
             return None
         newest, oldest = self._note(known[0]), self._note(known[-1])
-        if asked.round in known:
-            note = self._note(asked.round)
-            if note["w"] == asked.w:
-                return note["reply"], (self._path(asked.round) / "upload.bin").read_bytes()
+        if (kept := self.kept(asked)) is not None:
+            return kept
         over = asked.round <= known[0] and asked.attempt <= newest["attempt"]
         if over or asked.attempt < newest["attempt"]:
             raise UserError(f"round {asked.round + 1} is over: this client is at round {known[0] + 1}")
@@ -89,6 +98,8 @@ class Generations:
         self._load(max((r for r in self.rounds() if r <= round), default=-1))
 
     def _load(self, round: int) -> Tensor | None:
+        if (self.folder / SWEPT).exists():
+            raise UserError(REMOVED)
         if round != self.loaded:
             self.loaded = None
             self.shard.store = MemoryStore(self.shard.forms)

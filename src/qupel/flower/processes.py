@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -71,6 +72,18 @@ def started(pid: int) -> str | None:
         return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
     shown = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True)
     return shown.stdout.strip() or None
+
+
+def began(pid: int) -> float | None:
+    """When a process started, in seconds since 1970; None when there is none. Where that cannot be known: long ago."""
+    known = started(pid)
+    if known is None:
+        return None
+    try:
+        boot = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+        return int(boot[1]) + int(known.split()[-1]) / os.sysconf("SC_CLK_TCK") if boot else 0.0
+    except (OSError, ValueError):
+        return 0.0
 
 
 def start(name: str, command: Sequence[str], log: Path, environment: dict[str, str]) -> Process:

@@ -78,12 +78,22 @@ class OwnData(Strict):
 
 
 class Privacy(Strict):
-    """Local differential privacy of every upload: the difference to w is clipped, then Gaussian noise is added."""
+    """Local differential privacy of every upload: the difference to w is clipped, then Gaussian noise is added. A
+    client answers a round once, and never more in all than its caps allow (`flower.ledger`)."""
 
     clip: float = Field(gt=0, description="largest norm of w_i - w")
     epsilon: float = Field(gt=0, le=1, description="per round")
     delta: float = Field(gt=0, lt=1)
     sensitivity: float | None = Field(None, gt=0, description="none: 2 * clip, the most that two uploads can differ")
+    max_rounds: int = Field(100, ge=1, description="rounds it ever answers, of all jobs")
+    max_epsilon: float = Field(10.0, gt=0, description="T epsilon, of the T rounds it has answered")
+    max_delta: float = Field(0.01, gt=0, lt=1, description="T delta")
+
+    @model_validator(mode="after")
+    def _caps(self) -> Self:
+        if self.epsilon > self.max_epsilon or self.delta > self.max_delta:
+            raise ValueError("one round costs epsilon and delta: neither may be over max_epsilon or max_delta")
+        return self
 
 
 class ClientConfig(Strict):
@@ -98,6 +108,7 @@ class ClientConfig(Strict):
     state: Path = Field(Path("state"), description="folder for its personal model, its centers and exported files")
     resident: bool = Field(True, description="keep torch, data and state loaded between rounds")
     idle_minutes: float = Field(60, gt=0, description="a resident worker that nobody asks for this long ends")
+    keep_days: float = Field(30, gt=0, description="states of jobs that nobody asks for this long go; models stay")
     nice: int = Field(0, ge=0, le=19)
     allow: tuple[str, ...] = Field((), description="modules of this machine that a job may name its parts from")
     privacy: Privacy | None = None

@@ -1,5 +1,6 @@
 """The texts of a federation's folder."""
 
+APP_NAME, APP_VERSION = "qupel/qupel-app", "1.0.0"  # publisher/name of the app below
 INNER_PORT = 18443  # of the SuperLink on the server's loopback, behind the proxy
 
 APP = """[build-system]
@@ -31,6 +32,7 @@ CLIENT = """# Client {number}. Nothing of this file leaves the machine.
 client = {number}                  # its number; the server knows its key under the name client-{number}
 {size}                    # 1 to 8, 32 for full precision; or: budget = "24 KiB" for its file
 {layers}state = "state"             # folder for its personal model, its centers and exported files
+keep_days = 30              # states of a job go when nobody has asked for it this long; its exported model stays
 resident = true             # keep torch and data loaded between rounds (false: load them in every round)
 
 # Its data. Its own: name = "mine.npz" (train_inputs, train_targets, test_inputs, test_targets, classes) and no [split].
@@ -42,6 +44,9 @@ resident = true             # keep torch and data loaded between rounds (false: 
 # clip = 1.0
 # epsilon = 1.0
 # delta = 1e-5
+# max_rounds = 100          # it answers a round once and these in all, whatever a server says;
+# max_epsilon = 10.0        # T rounds cost T epsilon
+# max_delta = 0.01          # and T delta
 """
 
 START = """#!/bin/sh
@@ -75,8 +80,8 @@ ReadWritePaths={place}
 WantedBy=multi-user.target
 """
 
-NGINX = """# Clients may reach the fleet interface and nothing else: whoever reaches the control interface starts code
-# on every client. The SuperLink itself listens on 127.0.0.1:{inner} only.
+NGINX = """# Clients may reach the fleet interface and nothing else: whoever reaches the control interface runs code
+# on the server. The SuperLink itself listens on 127.0.0.1:{inner} only.
 server {{
     listen {port} ssl;
     server_name {host};

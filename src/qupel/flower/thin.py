@@ -41,9 +41,9 @@ def forward(config: Path, header: Header, body: bytes) -> tuple[Header, bytes]:
 
 def _ask(config: Path, raw: dict[str, Any], header: Header, body: bytes) -> tuple[Header, bytes]:
     if not raw.get("resident", True):
-        from qupel.flower.worker import open_client
+        from qupel.flower.worker import answer_alone
 
-        return open_client(config).answer(header, body)
+        return answer_alone(config, header, body)
     state = config.resolve().parent / raw.get("state", "state")
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from qupel.flower import clean
 from qupel.flower.control import Control, Node
 from qupel.flower.folder import LOOPBACK, Federation, flower_environment, free_port
 from qupel.flower.processes import PID_FILE, Process, end, start
+from qupel.flower.trust import admit, warning
 from qupel.util.errors import UserError
 from qupel.util.files import write_json
 
@@ -64,7 +66,8 @@ class Running:
         log = self.federation.folder / "logs" / f"{name}.log"
         log.parent.mkdir(exist_ok=True)
         environment = os.environ | flower_environment(home) | {"PATH": path}
-        command = [str(binaries / command[0]), *command[1:]]
+        program = sys.executable if command[0] == "python" else str(binaries / command[0])
+        command = [program, *command[1:]]
         self.processes[name] = start(name, command, log, environment)
         self.note()
 
@@ -89,6 +92,10 @@ def up(
     """Start what does not run yet of the server and the first `clients` clients; who is connected at last."""
     if not 1 <= clients <= federation.clients:
         raise UserError(f"--clients {clients}: {federation.folder} was made for 1 to {federation.clients}")
+    here = [number for number in range(clients) if f"client-{number}" not in federation.revoked()]
+    if warned := warning(federation):
+        tell(warned)
+    clean.sweep([*clean.of_federation(federation.folder), *clean.of_machine()])
     running = Running.of(federation) or Running(federation, free_port())
     limit = time.monotonic() + seconds
     try:
@@ -103,7 +110,7 @@ def up(
             while True:
                 nodes = {node.name: node for node in control.nodes()}
                 missing = []
-                for number in range(clients):
+                for number in here:
                     name = f"client-{number}"
                     since, before = begun.get(name, (-RETRY_SECONDS, ""))
                     if not running.alive(name) and time.monotonic() - since >= RETRY_SECONDS:
@@ -119,15 +126,6 @@ def up(
     except KeyboardInterrupt:
         down(federation)
         raise
-
-
-def admit(federation: Federation, control: Control) -> None:
-    """Register the clients' keys, each under its client's name; those that are known stay."""
-    known = {node.name for node in control.nodes()}
-    for number in range(federation.clients):
-        name = f"client-{number}"
-        if name not in known:
-            control.register(federation.server / "keys" / f"{name}.pub", name)
 
 
 def _check(running: Running, name: str, limit: float, what: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from qupel.flower import frames
+from qupel.flower import clean, frames
 from qupel.flower.client import Client
 from qupel.flower.processes import PID_FILE, Process
 from qupel.flower.task import ClientConfig, load_client
@@ -27,9 +27,18 @@ def open_client(path: Path) -> Client:
     return Client(load_client(path))
 
 
+def answer_alone(path: Path, header: frames.Header, body: bytes) -> tuple[frames.Header, bytes]:
+    """One question to a client without a resident worker."""
+    client = open_client(path)
+    client.config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with alone(client.config.state, wait=True):
+        return client.answer(header, body)
+
+
 def serve(client: Client) -> None:
     config = client.config
-    with _alone(config.state), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    with alone(config.state), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        clean.sweep(clean.of_state(config.state, config.keep_days))
         (config.state / frames.SOCKET).unlink(missing_ok=True)  # of a worker that is gone
         with frames.inside(config.state):
             listener.bind(frames.SOCKET)
@@ -47,11 +56,11 @@ def serve(client: Client) -> None:
 
 
 @contextmanager
-def _alone(state: Path) -> Iterator[None]:
-    """Two workers on one state would undo each other's rounds."""
+def alone(state: Path, wait: bool = False) -> Iterator[None]:
+    """Two workers on one state would undo each other's rounds, and spend a private client's budget twice."""
     with (state / "worker.alone").open("w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             raise UserError(f"{state} already has a worker") from None
         yield

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +30,8 @@ from qupel.deploy.budget import parse_size
 from qupel.parts.phase import Phase, phase_from
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks import zoo
+from qupel.tasks.losses import losses
+from qupel.tasks.metrics import metrics
 from qupel.util.errors import UserError
 
 _BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
@@ -59,7 +63,9 @@ class SplitConfig(Strict):
 class ModelConfig(Strict):
     name: str = "digits_cnn"
     layers: tuple[str, ...] | None = Field(None, description="layers to quantize; none: all but the first and the last")
+    levels: Literal["layer", "channel"] = Field("layer", description="a layer's, or scaled by each output channel")
     start: Path | None = Field(None, description="a packed model file to start from (warm start)")
+    args: dict[str, Any] = Field({}, description="what the network is built with, beside the data's shape and classes")
 
     @field_validator("name")
     @classmethod
@@ -67,10 +73,31 @@ class ModelConfig(Strict):
         return check_model(value)
 
 
+class TaskConfig(Strict):
+    loss: str | None = Field(None, description="by default cross entropy; data without class labels needs one")
+    metrics: tuple[str, ...] = Field((), description="beside loss and accuracy")
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str | None) -> str | None:
+        if value is not None:
+            losses[value]
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            metrics[name]
+        return value
+
+
 def _phases(value: Any) -> Any:
     """Tables -> phases."""
+    if value is None:
+        return None
     if not isinstance(value, list | tuple):
-        return value
+        raise ValueError(f"a list of tables is needed, not {value!r}")
     return tuple(p if isinstance(p, Phase) else phase_from(p, f"phase {k}") for k, p in enumerate(value, 1))
 
 
@@ -134,6 +161,7 @@ class Config(Strict):
     data: DataConfig = DataConfig()
     split: SplitConfig = SplitConfig()
     model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
     bits: Bits | tuple[Bits, ...] | Literal["auto"] = Field(
         (2, 3), description="per client, repeated as needed; 32: full precision; auto: what fits the budget"
     )
@@ -182,8 +210,10 @@ class Config(Strict):
 
 
 def check_model(name: str) -> str:
-    if name not in zoo.networks:
-        raise ValueError(f"unknown model {name!r}; allowed: {', '.join(zoo.networks)}")
+    if ":" in name:
+        zoo.networks[name]  # one of the user's own
+    elif name not in zoo.networks:
+        raise ValueError(f'unknown model {name!r}; allowed: {", ".join(zoo.networks)}, or "module:Name" of your own')
     return name
 
 
@@ -211,7 +241,19 @@ def load(path: Path, overrides: Sequence[str] = (), defaults: dict[str, Any] | N
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path}: {e.strerror if isinstance(e, OSError) else 'not a text file'}") from None
+    find_modules_beside(path)
     return parse(text, str(path), overrides, defaults)
+
+
+def find_modules_beside(path: Path) -> None:
+    """Parts of one's own may stand beside the config: its folder is put on the Python path, after what is on it, here
+    and for the processes that this one starts."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    known = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if folder not in known:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*known, folder])
 
 
 def validate(raw: dict[str, Any], where: str) -> Config:
@@ -299,7 +341,7 @@ def _path(loc: tuple[int | str, ...]) -> str:
     """Where a problem is, in the words of the file: without what pydantic adds for the branches of a union."""
     path: list[str] = []
     for k, part in enumerate(loc):
-        made = str(part) in _BRANCHES or "[" in str(part) or (k > 1 and loc[k - 1] == "method")
+        made = str(part) in _BRANCHES or "[" in str(part)
         if (k == 1 and loc[0] == "methods") or not made:
             path.append(str(part))
     return ".".join(path) or "config"

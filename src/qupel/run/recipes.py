@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
+from qupel.parts.quantizers import quantizers
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
 from qupel.parts.quantizers.frozen import Frozen
@@ -235,10 +236,16 @@ recipes: Registry[Recipe] = Registry("recipe")
 def compose(method: str | dict[str, Any], quantizer: Any, server: Any, settings: Settings, length: Length) -> Phase:
     """One method for all rounds, with a quantizer and a server; what its table leaves out comes from the settings."""
     table = {"name": method} if isinstance(method, str) else dict(method)
-    known = {f.name for f in fields(methods[str(table.get("name"))])}  # type: ignore[arg-type]
-    given = {"eta1": settings.x_schedule(length), "optimizer": settings.x_optimizer(), "quantizer": quantizer}
-    table = {k: v for k, v in given.items() if k in known and v is not None} | table
-    return Phase(methods.build(table, "method"), length.rounds, servers.build(server or "mean", "server"))
+    made: Any = methods.build(table, "method")
+    own = {f.name for f in fields(made)} - set(table)
+    if quantizer is not None and "quantizer" not in own:
+        why = "has one in its table" if "quantizer" in table else "has no field for one"
+        raise UserError(f"quantizer: method {table['name']} {why}")
+    given: dict[str, Any] = {"eta1": settings.x_schedule(length), "optimizer": settings.x_optimizer()}
+    fill = {k: v for k, v in given.items() if k in own and isinstance(getattr(made, k), Schedule | SGD | Adam)}
+    if quantizer is not None:
+        fill["quantizer"] = quantizers.build(quantizer, "quantizer")
+    return Phase(replace(made, **fill), length.rounds, servers.build(server or "mean", "server"))
 
 
 def find(name: str) -> Recipe:

@@ -1,0 +1,225 @@
+"""A private client's own budget: a round is answered once, and no more is given away than its caps allow, whatever the
+server says, whenever anybody is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import flower_bench as bench
+from flower_bench import Direct
+from qupel.engine.rounds import Failed
+from qupel.flower import boundary
+from qupel.flower.ledger import LEDGER
+from qupel.flower.server import conduct
+from qupel.util.errors import UserError
+
+PRIVACY = "[privacy]\nclip = 0.5\nepsilon = 0.1\ndelta = 1e-6\nsensitivity = 1e-4\n"  # little noise: it is not seeded
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def spent(folder, client=0):
+    return json.loads((folder / f"state-{client}" / LEDGER).read_text())
+
+
+@pytest.fixture(scope="module")
+def question(tmp_path_factory):
+    """(header, w) of the first round of a job, as a server asks it."""
+    folder = tmp_path_factory.mktemp("question")
+    post = Direct(bench.clients(folder))
+    asked = []
+    real = post.ask
+
+    def ask(header, body, clients, seconds):
+        asked.append((header, body))
+        return real(header, body, clients, seconds)
+
+    post.ask = ask
+    with pytest.raises(KeyboardInterrupt):
+        conduct(bench.request(folder / "run"), post, should_stop=lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    return next((header, body) for header, body in asked if header["kind"] == "train")
+
+
+def private(folder, more=""):
+    return Direct(bench.clients(folder, more=PRIVACY + more))
+
+
+def other(body, bit=1):
+    """Another w: one number of it is another by its last bits."""
+    changed = np.frombuffer(body, np.int32).copy()
+    changed[0] ^= bit
+    return changed.tobytes()
+
+
+def test_a_round_is_answered_once(tmp_path, question):
+    """The same w gets the same bytes, in whatever attempt; one bit of it changed gets nothing, and no new noise."""
+    header, body = question
+    post = private(tmp_path)
+    first = post.clients[0].answer(header, body)
+    assert len(first[1]) == len(body)
+    for attempt in range(2, 30):
+        reply, payload = post.clients[0].answer({**header, "attempt": attempt}, other(body, attempt))
+        assert reply["error"].startswith("round-answered: ")
+        assert payload == b""
+    post.restart(0)
+    assert post.clients[0].answer({**header, "attempt": 99}, body) == first
+    told = spent(tmp_path)
+    assert (told["rounds"], told["epsilon"], told["delta"]) == (1, 0.1, 1e-6)
+
+
+def test_rounds_whose_answer_is_no_longer_kept_are_not_answered_again(tmp_path, question):
+    header, body = question
+    (client, *_) = private(tmp_path).clients
+    for round in range(4):
+        assert client.answer({**header, "round": round}, other(body, round))[1]
+    reply, _ = client.answer({**header, "round": 0, "attempt": 7}, body)
+    assert reply["error"].startswith("round-answered: ")
+    assert spent(tmp_path)["jobs"] == {"job-1": 3}
+
+
+@pytest.mark.parametrize("cap", ["max_rounds = 3", "max_epsilon = 0.3", "max_delta = 3e-6"])
+def test_the_cap_is_the_clients_own(tmp_path, question, cap):
+    """Of all jobs together; what was answered stays answered; nothing is trained beyond it."""
+    header, body = question
+    post = private(tmp_path, f"{cap}\n")
+    answers = []
+    for number in range(3):  # another job every time
+        task = {**header["task"], "job": f"job-{number}"}
+        answers.append(post.clients[0].answer({**header, "task": task}, body))
+        assert answers[-1][1]
+    post.restart(0)
+    for job, round in (("job-0", 1), ("job-2", 4), ("new", 0)):
+        reply, payload = post.clients[0].answer(
+            {**header, "task": {**header["task"], "job": job}, "round": round, "attempt": 9}, body
+        )
+        assert reply["error"].startswith("budget-spent: ")
+        assert payload == b""
+    assert not (tmp_path / "state-0" / "new" / "round-000000").exists()
+    again = post.clients[0].answer({**header, "task": {**header["task"], "job": "job-1"}}, body)
+    assert again == answers[1]
+    assert spent(tmp_path)["rounds"] == 3
+
+
+def test_a_run_ends_at_the_cap(tmp_path):
+    """The server goes on while enough others answer, else the run ends and says why."""
+    post = Direct(bench.clients(tmp_path, more=PRIVACY))
+    post.paths[2].write_text(post.paths[2].read_text() + "max_rounds = 2\n")
+    post.restart(2)
+    with pytest.raises(Failed, match=r"round 3: fewer than 3 .*client 2: budget-spent"):
+        conduct(bench.request(tmp_path / "run"), post)
+    conduct(bench.request(tmp_path / "run", minimum=2), post)
+    assert [spent(tmp_path, i)["rounds"] for i in range(3)] == [5, 5, 2]
+
+
+def test_a_resumed_server_gets_the_kept_answers(tmp_path):
+    """Killed when two of three have answered round 3: asked again with the same w they say the same and pay nothing."""
+
+    class Killed(BaseException):
+        pass
+
+    heard = {}
+
+    def kill(client, header, reply):
+        if header["kind"] == "train" and header["round"] == 2:
+            if len(heard) == 2:
+                raise Killed
+            heard[client] = reply.body
+        return [reply]
+
+    post = private(tmp_path)
+    post.twist = kill
+    run = bench.request(tmp_path / "run")
+    with pytest.raises(Killed):
+        conduct(run, post)
+    again = {}
+
+    def listen(client, header, reply):
+        if header["kind"] == "train" and header["round"] == 2:
+            again[client] = reply.body
+        return [reply]
+
+    post.twist = listen
+    conduct(run, post)
+    assert heard == {client: again[client] for client in heard}
+    assert [spent(tmp_path, i)["rounds"] for i in range(3)] == [5, 5, 5]
+
+
+KILLED = """
+import json, os, signal, sys
+from pathlib import Path
+from qupel.flower import client, ledger
+from qupel.flower.worker import open_client
+folder = Path(sys.argv[1])
+die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "before it pays":
+    ledger.Ledger.pay = die
+else:
+    real = ledger.Ledger.pay
+    ledger.Ledger.pay = lambda *a: (real(*a), die())
+header = json.loads((folder / "header.json").read_text())
+open_client(folder / "client-0.toml").answer(header, (folder / "w.bin").read_bytes())
+"""
+
+
+@pytest.mark.parametrize("moment", ["before it pays", "before it answers"])
+def test_killed_around_the_payment(tmp_path, question, moment):
+    """The answer is on disk and has not left: afterwards that very answer is given, and the round is paid for once."""
+    header, body = question
+    post = private(tmp_path)
+    (tmp_path / "header.json").write_text(json.dumps(header))
+    (tmp_path / "w.bin").write_bytes(body)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), moment], env=dict(os.environ))
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "state-0" / LEDGER).exists() == (moment == "before it answers")
+    kept = (tmp_path / "state-0" / "job-1" / "round-000000" / "upload.bin").read_bytes()
+    assert post.clients[0].answer({**header, "attempt": 2}, body)[1] == kept
+    assert spent(tmp_path)["rounds"] == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}x", b'{"rounds": -4}', b'{"rounds": 1, "epsilon": NaN}'])
+def test_a_damaged_ledger_is_no_fresh_start(tmp_path, question, damage):
+    header, body = question
+    post = private(tmp_path)
+    (tmp_path / "state-0").mkdir()
+    (tmp_path / "state-0" / LEDGER).write_bytes(damage)
+    reply, payload = post.clients[0].answer(header, body)
+    assert reply["error"].startswith("ledger-damaged: ")
+    assert payload == b""
+
+
+def test_a_round_that_fails_is_an_answer(tmp_path, question):
+    """Whether it fails depends on the data: that is told once a round, too."""
+    header, body = question
+    client = private(tmp_path).clients[0]
+    broken = np.frombuffer(body, np.float32).copy()
+    broken[:] = np.nan
+    reply, _ = client.answer(header, broken.tobytes())
+    assert reply["error"] == boundary.DECLINED
+    for w in (broken.tobytes(), body):
+        reply, _ = client.answer({**header, "attempt": 2}, w)
+        assert reply["error"].startswith("round-answered: ")
+    assert client.answer({**header, "round": 1}, body)[1]  # from the state it had
+
+
+def test_no_job_can_take_the_ledgers_name(tmp_path, question):
+    header, body = question
+    reply, _ = private(tmp_path).clients[0].answer({**header, "task": {**header["task"], "job": LEDGER}}, body)
+    assert reply["error"] == boundary.DECLINED
+    assert not (tmp_path / "state-0").exists()
+
+
+def test_caps_below_one_round_are_a_mistake(tmp_path):
+    with pytest.raises(UserError, match="one round costs"):
+        private(tmp_path, "max_epsilon = 0.05\n")

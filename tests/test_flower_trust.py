@@ -1,0 +1,298 @@
+"""Who is trusted, and for how long: one app by its hash, certificates that end, keys that are revoked; and what is
+removed of a federation's folders. With Flower's processes: test_flower.py."""
+
+import datetime
+import hashlib
+import os
+import re
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import flower_bench as bench
+from qupel import cli
+from qupel.flower import clean, folder, trust
+from qupel.flower.generations import Asked, Generations
+from qupel.flower.processes import Process, began, end, start
+from qupel.run import config as configs
+from qupel.util.errors import UserError
+
+pytest.importorskip("flwr")
+
+
+@pytest.fixture
+def made(tmp_path):
+    return folder.init(tmp_path / "f", 2, "flower.example.org", 8443, configs.parse(bench.config(2), "test"), "/opt/q")
+
+
+@pytest.fixture
+def qupel(capsys, monkeypatch):
+    """The command line, in this process: what it says, and its exit code."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["qupel", "flower", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        return SimpleNamespace(returncode=ended.value.code or 0, stdout=said.out, stderr=said.err)
+
+    return run
+
+
+# --- one app ---
+
+
+def taken(monkeypatch, content, wanted, fab_id="qupel/qupel-app", version="1.0.0", fab_hash=None):
+    """Whether Flower's own function, held to the bundle `wanted`, takes a message of a run with another one."""
+    from flwr.app import ConfigRecord, Message, RecordDict
+    from flwr.supercore.constant import TaskType
+    from flwr.supercore.fab import Fab
+    from flwr.supercore.inflatable.inflatable_object import get_object_tree
+    from flwr.supercore.object_store import ObjectStoreFactory
+    from flwr.supercore.run import Run
+    from flwr.supercore.task_identity import TaskIdentity
+    from flwr.supernode import start_client_internal as node
+    from flwr.supernode.nodestate import NodeStateFactory
+
+    from qupel.flower import supernode
+
+    for name in ("_task_id", "_run_id", "_node_id"):  # Flower makes messages only within a run
+        monkeypatch.setattr(TaskIdentity, name, 1)
+    plain = node._pull_and_store_message, node._verify_fab
+    if wanted:
+        supernode.pin(wanted)
+    pinned = node._pull_and_store_message
+    store = ObjectStoreFactory()
+    state = NodeStateFactory(objectstore_factory=store).state()
+    state.set_node_id(1)
+    message = Message(RecordDict({"question": ConfigRecord({"header": "{}"})}), dst_node_id=1, message_type="train")
+    message.metadata.__dict__["_message_id"] = message.object_id
+    run = Run.create_empty(7)
+    run.fab_id, run.fab_version, run.fab_hash = fab_id, version, fab_hash or hashlib.sha256(content).hexdigest()
+    run.primary_task_type = TaskType.SERVER_APP
+    message.metadata.__dict__["_run_id"] = 7
+    try:
+        pinned(
+            state=state, object_store=store.store(), node_config={},
+            receive=lambda: (message, get_object_tree(message)), get_run=lambda _: run,
+            get_fab=lambda fab_hash, _: Fab(fab_hash, content, {"valid_license": "forged"}),
+            pull_object=lambda *_: b"", confirm_message_received=lambda *_: None, trusted_entities=None,
+        )  # fmt: skip
+    finally:
+        node._pull_and_store_message, node._verify_fab = plain
+    refused = [m for m in state.get_messages_legacy(is_reply=True) if m.has_error()]
+    assert all("could not be verified" in m.error.reason for m in refused)
+    known = state.get_run(7) is not None
+    assert known != bool(refused)
+    return known
+
+
+def test_only_the_pinned_bundle_is_taken(made, monkeypatch):
+    """The very bytes under their own name, and nothing else: a changed app, a forged hash, a name that is a path."""
+    ours = (made.folder / "app.fab").read_bytes()
+    wanted = (made.client(0) / "app.sha256").read_text().strip()
+    assert wanted == hashlib.sha256(ours).hexdigest()
+    assert taken(monkeypatch, ours, wanted)
+    app = made.folder / "app" / "pyproject.toml"
+    app.write_text(app.read_text().replace("qupel.flower.client_app:app", "evil:app"))
+    (app.parent / "evil.py").write_text("print('evil')\n")
+    (made.folder / "app.fab").unlink()
+    folder.bundle(made.folder)
+    foreign = (made.folder / "app.fab").read_bytes()
+    assert foreign != ours
+    assert taken(monkeypatch, foreign, None)  # Flower alone takes it
+    assert not taken(monkeypatch, foreign, wanted)
+    assert not taken(monkeypatch, foreign, wanted, fab_hash=wanted)
+    assert not taken(monkeypatch, ours, wanted, version="1.0.0/../../elsewhere")
+    assert not taken(monkeypatch, ours, wanted, fab_id="../x")
+    assert not taken(monkeypatch, ours, wanted, fab_hash="0" * 64)
+
+
+def test_a_supernode_that_cannot_be_held_to_an_app_does_not_start(made, monkeypatch):
+    import flwr
+
+    from qupel.flower import supernode
+
+    monkeypatch.setattr(flwr, "__version__", "1.42.0")
+    with pytest.raises(UserError, match=r"flwr 1.42.0 cannot be held to one app"):
+        supernode.pin("0" * 64)
+    (made.client(0) / "app.sha256").unlink()
+    command = [sys.executable, "-m", "qupel.flower.supernode", str(made.client(0))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "names no app" in done.stderr
+    trust.renew(made)  # what a folder of an older version needs
+    Process.here("SuperNode").note(made.client(0) / clean.SUPERNODE)
+    with pytest.raises(UserError, match="already has a SuperNode"):
+        supernode.main(made.client(0), [])
+    valid_for(made, -0.01, monkeypatch)
+    with pytest.raises(UserError, match=r"ca.crt has expired; "):
+        supernode.main(made.client(1), [])
+
+
+# --- certificates ---
+
+
+def valid_for(made, days, monkeypatch):
+    """Certificates that end in so many days."""
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "YEARS", days / 365)
+        trust.renew(made)
+
+
+def test_certificates_are_renewed(made):
+    """The server's under the same authority, so that clients with the old certificate and with the new one believe it;
+    the key is new, and nobody else's to read."""
+    old = made.authority.read_bytes()
+    server = (made.server / "server.crt").read_bytes()
+    until = trust.renew(made)
+    assert until > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=365)
+    assert made.authority.read_bytes() != old
+    assert (made.server / "server.crt").read_bytes() != server
+    assert stat.S_IMODE((made.server / "server.key").stat().st_mode) == 0o600
+    assert (made.client(1) / "ca.crt").read_bytes() == made.authority.read_bytes()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.server / "server.crt", made.server / "server.key")
+    for authority in (old, made.authority.read_bytes()):
+        trusting = ssl.create_default_context(cadata=authority.decode())
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            other = threading.Thread(target=lambda end=theirs: context.wrap_socket(end, server_side=True).close())
+            other.start()
+            with trusting.wrap_socket(ours, server_hostname="flower.example.org"):
+                other.join()
+
+
+def test_certificates_that_end_are_said_in_time(made, monkeypatch, qupel):
+    assert trust.warning(made) is None
+    valid_for(made, 31, monkeypatch)
+    assert trust.warning(made) is None
+    valid_for(made, 20.5, monkeypatch)
+    assert re.search(r"expire in 20 days; make new ones with `qupel flower renew ", trust.warning(made))
+    done = qupel("status", made.folder, "--server", "127.0.0.1:1")
+    assert "expire in 20 days" in done.stderr
+    assert "20 days left" in done.stdout
+    assert "no SuperLink answers" in done.stderr
+    valid_for(made, -0.01, monkeypatch)
+    config = made.folder.parent / "config.toml"
+    config.write_text(bench.config(2))
+    for command in (("up", made.folder), ("run", made.folder, config)):
+        done = qupel(*command)
+        assert done.returncode == 2
+        assert "have expired; make new ones with" in " ".join(done.stderr.split())
+        assert not (made.folder / "up.json").exists()
+    assert qupel("renew", made.folder).returncode == 0
+    assert trust.days_left(made) > 365
+
+
+# --- keys ---
+
+
+def test_a_revoked_key_is_kept_apart(made, qupel):
+    """Without a server it is noted for the next one; a name that is none is one line."""
+    done = qupel("revoke", made.folder, "1", "--server", "127.0.0.1:1")
+    assert done.returncode == 0, done.stderr
+    assert "the next `up` or `register` tells it" in " ".join(done.stdout.split())
+    assert made.revoked() == {"client-1"}
+    assert [path.name for path in (made.server / "keys").iterdir()] == ["client-0.pub"]
+    trust.revoke(made, "client-1")  # once more: nothing happens
+    with pytest.raises(UserError, match=r"no client 'client-7'; those let in are client-0"):
+        trust.revoke(made, "client-7")
+
+
+# --- leftovers ---
+
+
+@pytest.fixture
+def gone():
+    """The number of a process that lives no more."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_clean_removes_what_is_ours_and_nobodys(made, gone, qupel):
+    """Half-written files of dead processes and of those whose number another has by now, states of old jobs; not what
+    is being written, is not ours, or is of a young job."""
+    state = made.client(0) / "state"
+    old, young = state / "old", state / "young"
+    for job in (old, young):
+        (job / "round-000003").mkdir(parents=True)
+        (job / "round-000003" / "answer.json").write_text("{}")
+        (job / "model.safetensors").write_text("model")
+    os.utime(old / "round-000003" / "answer.json", (0, time.time() - 40 * 86400))
+    (state / "_privacy.json").write_text("{}")
+    goes = [
+        state / f".worker.json.{gone}.tmp",
+        old / f".model.safetensors.{gone}.tmp",
+        made.folder / f".up.json.{gone}.tmp",
+    ]
+    stays = [
+        state / f".worker.json.{os.getpid()}.tmp",
+        state / ".notes",
+        state / f"x.{gone}.tmp",
+        young / "model.safetensors",
+    ]
+    recycled = state / f".other.json.{os.getpid()}.tmp"  # older than the process that has its number
+    for path in (*goes, *stays, recycled):
+        path.write_text("x")
+    os.utime(recycled, (0, began(os.getpid()) - 1000))
+    folders = [old / f".round-000004.{gone}", old / f".round-000005.{os.getpid()}", old / f".other.{gone}"]
+    for path in folders:
+        path.mkdir()
+    goes += [recycled, folders[0], old / "round-000003"]
+    stays += [
+        *folders[1:],
+        young / "round-000003",
+        young / "model.safetensors",
+        old / "model.safetensors",
+        state / "_privacy.json",
+    ]
+    for target in (made.folder, made.client(0)):
+        done = qupel("clean", target, "--dry-run")
+        assert all(path.exists() for path in (*goes, *stays))
+        assert all(
+            f"would remove {path}" in done.stdout
+            for path in goes
+            if path.is_relative_to(target) and path.name[0] == "."
+        )
+    done = qupel("clean", made.folder)
+    assert "states of a job whose last round was 40 days ago" in done.stdout
+    assert not any(path.exists() for path in goes)
+    assert all(path.exists() for path in stays)
+    done = qupel("clean", made.folder)
+    assert "nothing of ours is left there" in done.stdout
+    generations = Generations(old, None)
+    with pytest.raises(UserError, match="has removed its states of this job"):
+        generations.before(4)
+    assert generations.answered(Asked.of(1, 3, b"")) is None
+    assert qupel("clean", made.server).returncode == 2
+
+
+def test_workers_of_a_supernode_that_is_gone(made, gone):
+    """Ended; with its SuperNode alive, or without one, a worker is left alone."""
+    here, state = made.client(0), made.client(0) / "state"
+    state.mkdir()
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    worker = start("worker", command, state / "log", dict(os.environ))
+    try:
+        worker.note(state / "worker.json")
+        assert clean.of_client(here) == []
+        Process.here("SuperNode").note(here / clean.SUPERNODE)
+        assert clean.of_client(here) == []
+        Process("SuperNode", gone, "long ago").note(here / clean.SUPERNODE)
+        (left,) = clean.of_client(here)
+        assert str(worker.pid) in left.what
+        left.remove()
+        assert not worker.alive()
+        (state / "worker.json").write_text("{")
+        assert clean.of_client(here) == []
+    finally:
+        end([worker])
