@@ -23,6 +23,7 @@ from qupel.engine.choice import choose
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Stopped, run
 from qupel.errors import UserError
+from qupel.files import read_json
 from qupel.optim import SGD, Adam
 from qupel.oracle import Oracle, StackOracle
 from qupel.prox import RULES, prox_centers, prox_weights
@@ -330,7 +331,7 @@ def test_a_run_says_how_its_clients_were_trained(tmp_path, monkeypatch):
     (result,) = experiment.run_experiment(configs.parse(CONFIG, "c"), tmp_path)
     assert result["engine"]["stacked"]
     assert result["engine"]["ratio"] > 0
-    assert result["engine"] == json.loads((tmp_path / "cells" / "QuPeL-s0" / "engine.json").read_text())
+    assert result["engine"] == read_json(tmp_path / "cells" / "QuPeL-s0" / "engine.json")
     assert len(list(tmp_path.rglob("engine.json"))) == 2  # the warm-up's is its own
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,12 +22,14 @@ from qupel.deploy.about import About
 from qupel.deploy.file import save
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import Choice, Vectorize, settled
+from qupel.engine.identity import check_identity
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import Engine, Finished, Progress, check_trainable, run
 from qupel.engine.workers import Pool, Workers
 from qupel.errors import UserError
 from qupel.evaluate import Judge
+from qupel.files import locked
 from qupel.flat import Layout
 from qupel.oracle import Loss
 from qupel.recipes import RECIPES, Budget, Settings
@@ -138,15 +141,15 @@ def fit(
     job = job.with_phases(_phases(method, settings or Settings(), rounds, job))
     check_trainable(job)
     checkpoints = None
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        checkpoints = Checkpoints(Path(out), _fingerprint(job))
-    job, choice = settled(job, vectorize, Path(out) if out is not None else None)
-    if workers > 1:
-        with Pool(workers) as pool:
-            engine: Engine = Workers(pool, job)
-            return _collect(job, engine, run(job, engine, checkpoints=checkpoints, watch=watch), choice)
-    with Inline(job) as engine:
+    with ExitStack() as stack:
+        if out is not None:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(Path(out)))
+            check_identity(Path(out), data.name, sources.identity(data), other_versions=True)
+            checkpoints = Checkpoints(Path(out), _fingerprint(job))
+        job, choice = settled(job, vectorize, Path(out) if out is not None else None)
+        many = workers > 1
+        engine: Engine = Workers(stack.enter_context(Pool(workers)), job) if many else stack.enter_context(Inline(job))
         return _collect(job, engine, run(job, engine, checkpoints=checkpoints, watch=watch), choice)
 
 

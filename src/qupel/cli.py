@@ -30,6 +30,9 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="override a key: --
 Workers = Annotated[int | None, typer.Option(min=1, help="worker processes, one thread each (default: all cores)")]
 Data = Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in --out")]
+OtherVersions = Annotated[
+    bool, typer.Option("--other-versions", help="resume what other versions of the packages began, maybe to other bits")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; on a GPU all clients run in this process")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write event files to RUN/tensorboard")]
 Engine = Annotated[
@@ -101,12 +104,14 @@ def run(
     rank_timeout: RankTimeout = None,
     diagnostics: Diagnostics = None,
     vectorize: Vectorize = None,
+    other_versions: OtherVersions = False,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
     given = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics, "vectorize": vectorize}
     overrides = [*(set or []), *(f"{key}={value}" for key, value in given.items() if value)]
     with _crew(engine, workers, rank_timeout) as (workers, start):
-        _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, device, tensorboard)
+        where = (device, tensorboard, other_versions)
+        _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, *where)
 
 
 @app.command()
@@ -120,11 +125,13 @@ def train(
     device: Device = "cpu",
     tensorboard: TensorBoard = False,
     diagnostics: Diagnostics = None,
+    other_versions: OtherVersions = False,
 ) -> None:
     """Train quantized models in one place (Algorithm 1 and its competitors). Without a config: digits."""
     overrides = [*(set or []), *([f"diagnostics={diagnostics}"] if diagnostics else [])]
     with _crew("local", workers) as (workers, start):
-        _experiment(config, TRAINING_DEMO, TRAINING, out, overrides, workers, start, data, resume, device, tensorboard)
+        where = (device, tensorboard, other_versions)
+        _experiment(config, TRAINING_DEMO, TRAINING, out, overrides, workers, start, data, resume, *where)
 
 
 @contextmanager
@@ -162,6 +169,7 @@ def _experiment(
     resume: bool,
     device: str,
     tensorboard: bool,
+    other_versions: bool,
 ) -> None:
     from qupel import config as configs
     from qupel import experiment
@@ -192,6 +200,7 @@ def _experiment(
             watch=tell,
             should_stop=should_stop,
             device=device,
+            other_versions=other_versions,
         )
     _show(results, folder, config.split.kind == "one", time.monotonic() - began)
 

@@ -83,8 +83,8 @@ def check_files(folder: Path, expected: dict[str, str]) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Have a folder for this process alone. The lock ends with the process, however that ends; over NFS it holds between
-    hosts where the server grants locks."""
+    """Have a folder for this process alone. The lock ends with the process, however that ends; over NFS it holds
+    between hosts where the server grants locks."""
     try:
         import fcntl
     except ImportError:  # Windows

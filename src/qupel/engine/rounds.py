@@ -135,8 +135,9 @@ def run(
             if line:
                 checkpoints.append(line)
             every = job.checkpoint_every or job.evaluate_every
-            if stop or (round + 1) % every == 0 or round + 1 == job.rounds:
-                checkpoints.save(round + 1, w, since, engine.save, guard.save())
+            due = (round + 1) % every == 0
+            if stop or due or round + 1 == job.rounds:
+                checkpoints.save(round + 1, w, since, engine.save, guard.save(due), every)
         watch(Progress(round + 1, job.rounds, loss, line, refused, [back["note"]] if back else []))
         if stop:
             raise Stopped(f"stopped after round {round + 1} of {job.rounds}")
@@ -163,7 +164,8 @@ def guarded_round(
     if not suspects:
         return *done, None
     returned, layout = guard.known.returned, Layout.of(job.module)
-    good = checkpoints.load(layout, returned) if checkpoints else None
+    every = job.checkpoint_every or job.evaluate_every  # not those of a stop: a run that is resumed goes the same way
+    good = checkpoints.load(layout, returned, every) if checkpoints else None
     engine.load(good.folder if good else None)
     w = (good.w if good else layout.flatten(job.module)).to(w.device)
     guard.known.returned = good.rounds if good else 0

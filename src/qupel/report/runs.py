@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qupel.errors import UserError
+from qupel.files import read_json
 from qupel.report.paper import NOTES
 from qupel.report.tables import Result
 
@@ -57,22 +57,15 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 def load_run(folder: Path, name: str) -> Run:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no run directory: it has no config.json")
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     if not isinstance(config, dict) or not {"methods", "seeds", "split", "data"} <= set(config):
         raise UserError(f"{folder / 'config.json'} is not the config of a run")
     order = {label: k for k, label in enumerate(config["methods"])}
-    results = [_read(path) for path in sorted(folder.glob("cells/*/result.json"))]
+    results = [read_json(path) for path in sorted(folder.glob("cells/*/result.json"))]
     results = sorted((r for r in results if r["label"] in order), key=lambda r: (order[r["label"]], r["seed"]))
     if not results:
         raise UserError(f"{folder} has no finished cell yet (cells/*/result.json)")
-    about = _read(folder / "reproduce.json") if (folder / "reproduce.json").exists() else {}
+    about = read_json(folder / "reproduce.json") if (folder / "reproduce.json").exists() else {}
     cells = len(config["methods"]) * len(config["seeds"])
     rows = tuple(about.get("rows", ()))
     return Run(name, folder, config, results, cells, about.get("table"), about.get("scale", ""), rows)
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path} is damaged: not JSON") from None

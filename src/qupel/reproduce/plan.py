@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from qupel.config import Config, explain, merge, validate
 from qupel.errors import UserError
 from qupel.experiment import Cell, cells, result_file
-from qupel.files import write_json
+from qupel.files import read_json, write_json
 from qupel.report.paper import AT, place
 
 SCALES = ("smoke", "small", "paper")
@@ -67,14 +67,14 @@ def describe(run: Path, table: str, scale: str, config: Config) -> None:
 def read(run: Path) -> tuple[dict[str, Any], Config]:
     """What `describe` wrote, and the config of the run."""
     try:
-        return json.loads((run / "reproduce.json").read_text()), read_config(run)
+        return read_json(run / "reproduce.json"), read_config(run)
     except OSError:
         raise UserError(f"{run} holds no run of `qupel reproduce`") from None
 
 
 def read_config(run: Path) -> Config:
     try:
-        return Config.model_validate_json((run / "config.json").read_text())
+        return Config.model_validate_json(json.dumps(read_json(run / "config.json")))
     except ValidationError as e:
         raise UserError(f"{run / 'config.json'}: {explain(e)}") from None
 
@@ -82,7 +82,7 @@ def read_config(run: Path) -> Config:
 def results(run: Path, config: Config) -> list[dict[str, Any]]:
     """The results of the cells that are done, in their order."""
     found = (result_file(run, cell) for cell in cells(config))
-    return [json.loads(path.read_text()) for path in found if path.exists()]
+    return [read_json(path) for path in found if path.exists()]
 
 
 # --- what is done and what is left ---
@@ -115,7 +115,7 @@ def status(run: Path, config: Config) -> Status:
     for cell in cells(config):
         path = result_file(run, cell)
         if path.exists():
-            result = json.loads(path.read_text())
+            result = read_json(path)
             share[cell] = 1.0
             if "taken_from" not in result:
                 took[cell] = result["seconds"]
@@ -139,5 +139,5 @@ def _rounds(log: Path) -> int:
     try:
         lines = [line for line in log.read_text().splitlines() if line.endswith("}")]
         return json.loads(lines[-1])["round"] if lines else 0
-    except OSError:
+    except (OSError, ValueError, KeyError, TypeError):
         return 0
