@@ -16,7 +16,9 @@ from qupel.files import Damaged, read_json, write_sealed
 from test_crash import CONFIG as WHOLE
 from test_crash import outcome
 
-CONFIG = WHOLE.replace("[methods.Local]\nrecipe = \"local\"\n", "").replace("checkpoint_every = 2", "checkpoint_every = 1")
+CONFIG = WHOLE.replace('[methods.Local]\nrecipe = "local"\n', "").replace(
+    "checkpoint_every = 2", "checkpoint_every = 1"
+)
 AFTER = 16  # rounds until the run is stopped: one cell is done, the other in the middle
 
 
@@ -199,7 +201,7 @@ def damaged_at_random(stopped, expected, tmp_path, capsys, seeds):
             said = resume(folder, expected, capsys)
         except Exception as e:
             raise AssertionError(f"seed {seed}: {what}") from e
-        ends[what] = said.split(" ")[0] if said.startswith("same") else "line"
+        ends[seed, what] = said.split(" ")[0] if said.startswith("same") else "line"
         shutil.rmtree(folder)
     return ends
 

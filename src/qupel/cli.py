@@ -20,7 +20,7 @@ from qupel.errors import UserError
 from qupel.flower import commands as flower
 from qupel.report.commands import report
 from qupel.reproduce import commands as reproduce
-from qupel.terminal import Watcher, err, number_table, out, stop_requests
+from qupel.terminal import Watcher, err, leave_quietly, number_table, out, speak_plainly, stop_requests
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -319,8 +319,11 @@ def main() -> None:
     from qupel.engine.rounds import Failed, Stopped
     from qupel.engine.workers import WorkerDied
 
+    speak_plainly()
     try:
         app(standalone_mode=True)
+    except BrokenPipeError:  # whoever read this has seen enough, as `head`
+        leave_quietly()
     except UserError as e:
         err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
         sys.exit(2)
