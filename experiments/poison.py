@@ -119,14 +119,14 @@ def main() -> None:
         for label in ("QuPeL", "FedAvg"):
             runs = {k: one(label, poison, bound, options.rounds) for k, bound in (("on", 50), ("off", 0))}
             found.setdefault(name, {})[label] = runs
-            print(name, label, *((k, r["ended"], r.get("honest"), r["refused"], r["rollbacks"]) for k, r in runs.items()),
-                  sep="\n    ", flush=True)  # fmt: skip
+            for k, r in runs.items():
+                print(name, label, k, r["ended"], r.get("honest"), r["refused"], r["rollbacks"], flush=True)
     text = f"""# Poison: one client of six
 
 `python experiments/poison.py`: digits, an MLP, 6 clients with 60 samples, {options.rounds} rounds, one seed. Client
-{POISONER} trains honestly and sends something else. Accuracy is the mean of the five honest clients' shipped models after
-the last round; "refused" counts uploads and new w that were not taken. With `upload_bound = 0` there is no bound and
-nothing to go back to, as before. Rollback lines are in poison.json.
+{POISONER} trains honestly and sends something else. Accuracy is the mean of the five honest clients' shipped models
+after the last round; "refused" counts uploads and new w that were not taken. With `upload_bound = 0` nothing is bounded, and
+nothing goes back. The lines of the rollbacks are in poison.json.
 
 {chr(10).join(table(found))}
 

@@ -274,7 +274,8 @@ def joined(timeout: float = TIMEOUT) -> Iterator[Group | None]:
 
 
 def _leave_stops_to_rank_0(group: Group) -> None:
-    """It ends the round, saves, and sends the others home. A rank that has heard nothing of it for long goes by itself."""
+    """It ends the round, saves, and sends the others home. A rank that has heard nothing of it for long goes by
+    itself."""
 
     def stop(number: int, frame: Any) -> None:
         if time.monotonic() - group.heard[0] > group.timeout:

@@ -201,8 +201,8 @@ def _marked(bunch: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
 
 @contextmanager
 def _room_in_shared_memory(job: Job, bytes: int) -> Iterator[None]:
-    """What is sent to workers lives in shared memory, the data too: say so where it is too small, before the system ends
-    the first process that touches a page that is not there."""
+    """What is sent to workers lives in shared memory, the data too: say so where it is too small, before the system
+    ends the first process that touches a page that is not there."""
     arrays = (job.data.train, job.data.test)
     tensors = [t for a in arrays for t in (a.inputs, a.targets, a.groups) if t is not None and not t.is_shared()]
     bytes += sum(t.numel() * t.element_size() for t in (*tensors, *job.module.state_dict().values()))
