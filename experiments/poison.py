@@ -125,8 +125,8 @@ def main() -> None:
 
 `python experiments/poison.py`: digits, an MLP, 6 clients with 60 samples, {options.rounds} rounds, one seed. Client
 {POISONER} trains honestly and sends something else. Accuracy is the mean of the five honest clients' shipped models
-after the last round; "refused" counts uploads and new w that were not taken. With `upload_bound = 0` nothing is bounded, and
-nothing goes back. The lines of the rollbacks are in poison.json.
+after the last round; "refused" counts uploads and new w that were not taken. With `upload_bound = 0` nothing is bounded
+and nothing goes back. The lines of the rollbacks are in poison.json.
 
 {chr(10).join(table(found))}
 

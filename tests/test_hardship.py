@@ -17,11 +17,8 @@ from tiny import make_job, recipe
 
 ENV = {**os.environ, "COLUMNS": "100"}
 RUN = [sys.executable, "-m", "qupel", "run", "--set", "rounds=2", "--set", "seeds=[0]", "--set", "split.clients=2",
-       "--set", "split.train_per_client=8", "--set", "methods.QuPeL.finetune=0", "--set", "evaluate_every=1"]  # fmt: skip
-
-
-def shared_memory():
-    return {p.name for p in Path("/dev/shm").glob("torch_*")} if Path("/dev/shm").is_dir() else set()
+       "--set", "split.train_per_client=8", "--set", "methods.QuPeL.finetune=0",
+       "--set", "evaluate_every=1"]  # fmt: skip
 
 
 def test_a_stopped_worker_is_not_waited_for_without_end(monkeypatch):
@@ -56,15 +53,15 @@ def test_too_little_shared_memory_is_said_with_the_remedy(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_limit_on_file_sizes_is_said_in_one_line(tmp_path, count):
-    before = shared_memory()
-    command = ["sh", "-c", 'ulimit -f 64; "$@"', "sh", *RUN, "--out", str(tmp_path / "r"), "--workers", str(count)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "File too large" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not [p for p in tmp_path.rglob(".*")]
-    assert {name for name in shared_memory() - before if f"_{os.getpid()}_" in name} == set()
+    command = ["sh", "-c", 'ulimit -f 64; exec "$@"', "sh", *RUN, "--out", str(tmp_path / "r"), "--workers", str(count)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV)
+    _, err = process.communicate()
+    assert process.returncode == 2, err
+    assert err.startswith("error: ")
+    assert "File too large" in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.rglob(".*")) == []
+    assert list(Path("/dev/shm").glob(f"torch_{process.pid}_*")) == []
 
 
 def test_a_terminal_that_knows_only_ascii(tmp_path):
