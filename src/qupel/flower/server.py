@@ -35,6 +35,7 @@ from qupel.flower.task import PROTOCOL, Task
 from qupel.flower.wire import Codec, decode
 
 TRIES = 3  # of a round that too few clients answer
+MOST = 100  # times the median: a client that claims more samples counts for so many
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Fleet:
 
     def __init__(self, job: Job, task: Task, parts: list[Part], post: Post, terms: Terms, attempt: int) -> None:
         self.job, self.task, self.parts, self.post, self.terms, self.attempt = job, task, parts, post, terms, attempt
+        self.most = MOST * int(np.median([len(p.train_rows) for p in parts]))
 
     def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
         needed = min(self.terms.minimum, len(clients))
@@ -114,7 +116,7 @@ class Fleet:
                 fault = str(e)
         if fault is not None:
             return Trained(reply.client, None, math.nan, fault)
-        self.parts[reply.client] = stand_in(int(samples or 0))
+        self.parts[reply.client] = stand_in(min(int(samples or 0), self.most))
         return Trained(reply.client, upload, loss if type(loss) is float else math.nan, wire=len(reply.body))
 
     def evaluate(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Judged]:
@@ -240,7 +242,7 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
         named = "; ".join(f"client {client}: {fault}" for client, fault in sorted(faults.items()))
         raise UserError(f"{len(told)} of {len(here)} clients can take part, {terms.minimum} are needed ({named})")
     typical = int(np.median(list(told.values())))
-    samples = [told.get(i, typical) for i in range(terms.clients)]
+    samples = [min(told.get(i, typical), MOST * typical) for i in range(terms.clients)]
     return {"shape": kind[0], "classes": kind[1], "samples": samples, "left_out": faults}
 
 
