@@ -6,6 +6,7 @@ that makes things slow is seen, a noisy machine is not.
 
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,6 +18,12 @@ import step_cost
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import one_round
 from qupel.parts.methods import FedAvg
+from qupel.util.machine import keep_memory
+from qupel.parts.methods import FedAvg
+from qupel.engine.guard import Guard
+from qupel.engine.inline import Inline
+from qupel.engine.rounds import one_round
+from qupel.engine.shard import Trained
 from qupel.util.machine import keep_memory
 
 CLIENTS = 1_000
@@ -51,6 +58,30 @@ def stacks() -> Iterator[Line]:
         yield at_most(f"{method} round of {CLIENTS:,} clients, digits MLP, stacks / one by one", ratio, 0.5, 0.9)
 
 
+def checks() -> Iterator[Line]:
+    """What the guard looks at in a round of 1,000 clients in stacks, and the checksums of a checkpoint every tenth."""
+    job = replace(many_clients.job_of(CLIENTS, "qupel"), sample=1.0)
+    with Inline(replace(job, stacked=True)) as runner:
+        w, *_ = one_round(job, runner, 0, runner.shard.initial)  # makes states, warms up
+        start = time.process_time()
+        one_round(job, runner, 1, w)
+        took = time.process_time() - start
+        guard, done = Guard(job.upload_bound, CLIENTS, 3), Trained(0, w + 1e-3, 1.0)
+        start = time.process_time()
+        guard.begin(1, 0, w)
+        for client in range(CLIENTS):
+            guard.screen(replace(done, client=client))
+        guard.too_far(w, job.name)
+        looked = time.process_time() - start
+        start = time.process_time()
+        for _, _, tensors in runner.shard.store.rows():
+            for tensor in tensors:
+                zlib.crc32(tensor.numpy().data)
+        summed = (time.process_time() - start) / 10
+    ratio = (looked + summed) / took
+    yield at_most(f"guard and checksums / qupel round of {CLIENTS:,} clients, digits MLP", ratio, 0.01, 0.02)
+
+
 def rounds() -> Iterator[Line]:
     ratio = engine.round_ratio(FedAvg(), 1, 1, time.process_time)
     yield at_most("FedAvg round / its bare passes, cnn5", ratio, 1.1, 1.35)
@@ -69,7 +100,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_memory()  # as a worker does
     began, slow = time.monotonic(), 0
-    for part in (steps, stacks, rounds, crowds):
+    for part in (steps, stacks, checks, rounds, crowds):
         for what, ratio, said, sound in part():
             slow += not sound
             print(f"{what:72} {ratio:6.3f}   {said}{'' if sound else '   TOO SLOW'}", flush=True)

@@ -1,6 +1,6 @@
 """One client of six sends poison: how runs end with the guard (upload_bound, rollback) and without.
 
-    python experiments/poison.py            # writes docs/results/poison.md and poison.json; some minutes
+python experiments/poison.py            # writes docs/results/poison.md and poison.json; some minutes
 """
 
 import argparse
@@ -104,9 +104,7 @@ def table(found: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
     for poison, methods in found.items():
         for label, runs in methods.items():
             on, off = runs["on"], runs["off"]
-            said = [
-                f"{100 * r['honest']:.1f}" if "honest" in r else r["ended"].split(":")[0] for r in (on, off)
-            ]
+            said = [f"{100 * r['honest']:.1f}" if "honest" in r else r["ended"].split(":")[0] for r in (on, off)]
             yield f"| {poison} | {label} | {said[0]}, {on['refused']}, {len(on['rollbacks'])} | {said[1]} |"
 
 
@@ -119,16 +117,16 @@ def main() -> None:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, poison in POISONS.items():
         for label in ("QuPeL", "FedAvg"):
-            runs = {k: one(label, poison, bound, options.rounds) for k, bound in (("on", 30), ("off", 0))}
+            runs = {k: one(label, poison, bound, options.rounds) for k, bound in (("on", 50), ("off", 0))}
             found.setdefault(name, {})[label] = runs
-            print(name, label, *((k, r["ended"], r.get("honest"), r["refused"], r["rollbacks"]) for k, r in runs.items()),
-                  sep="\n    ", flush=True)  # fmt: skip
+            for k, r in runs.items():
+                print(name, label, k, r["ended"], r.get("honest"), r["refused"], r["rollbacks"], flush=True)
     text = f"""# Poison: one client of six
 
 `python experiments/poison.py`: digits, an MLP, 6 clients with 60 samples, {options.rounds} rounds, one seed. Client
-{POISONER} trains honestly and sends something else. Accuracy is the mean of the five honest clients' shipped models after
-the last round; "refused" counts uploads and new w that were not taken. With `upload_bound = 0` there is no bound and
-nothing to go back to, as before. Rollback lines are in poison.json.
+{POISONER} trains honestly and sends something else. Accuracy is the mean of the five honest clients' shipped models
+after the last round; "refused" counts uploads and new w that were not taken. With `upload_bound = 0` nothing is bounded
+and nothing goes back. The lines of the rollbacks are in poison.json.
 
 {chr(10).join(table(found))}
 

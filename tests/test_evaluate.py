@@ -13,24 +13,24 @@ from torch.nn import functional as F
 from qupel.core.codebook import Codebook, Plan
 from qupel.core.layout import Layout
 from qupel.core.quantize import init_centers
-from qupel.core.schedule import Schedule
 from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.engine.shard import Shard
 from qupel.parts.base import State
+from qupel.parts.methods import methods
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
+from qupel.parts.quantizers import quantizers
 from qupel.parts.quantizers.afterwards import Afterwards
-from qupel.parts.quantizers.binaryrelax import BinaryRelax
-from qupel.parts.quantizers.proxquant import ProxQuant
+from qupel.parts.quantizers.none import NoQuantizer
 from qupel.tasks.judge import Judge
 from qupel.tasks.task import Diverged, ModuleTask
 from qupel.tasks.zoo import digits_cnn, resnet20
-from tiny import QUANTIZER, blobs, make_job, mlp, norm_net
+from tiny import QUANTIZER, beginning, blobs, make_job, mlp, norm_net, same
 
 # --- a task ---
 
@@ -263,35 +263,33 @@ def expect_placed(how):
     return expect
 
 
+HOW = {  # where Q_c(x) on the state's own centers is not what ships
+    "none": lambda x, w, codebook: x,
+    "afterwards": expect_placed("kmeans"),
+}
+JUDGED = [(Local(quantizer=quantizers[name]()), HOW.get(name, expect_hard)) for name in quantizers]
+JUDGED += [
+    (FedAvg(), expect_w),
+    (QuPeL(), expect_hard),
+    (QuPeL(quantizer=Frozen(), enters="free"), expect_hard),
+    (Local(quantizer=Afterwards(init="range")), expect_placed("range")),
+]
+
+
 @pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        (FedAvg(), expect_w),
-        (QuPeL(), expect_hard),
-        (Local(), expect_hard),
-        (FineTune(lambda_p=Schedule(0.1)), expect_hard),
-        (Local(quantizer=ProxQuant()), expect_hard),
-        (Local(quantizer=BinaryRelax()), expect_hard),
-        (Local(quantizer=Afterwards(init="kmeans")), expect_placed("kmeans")),
-        (Local(quantizer=Afterwards(init="range")), expect_placed("range")),
-    ],
-    ids=lambda v: v.method if hasattr(v, "method") else "",
+    ("method", "expected"), JUDGED, ids=[f"{methods.name_of(m)} {quantizers.name_of(m.quantizer)}" for m, _ in JUDGED]
 )
 @pytest.mark.parametrize("store", ["memory", "disk"])
 def test_the_judged_weights_are_the_deployed_ones(method, expected, store, tmp_path):
     job = make_job([Phase(method, 5)], module=Tells(), bits=(2,))
     shard = Shard(job, [0, 1], store, tmp_path)
     x, w, codebook = planted(shard.layout)
-    if isinstance(method, FedAvg):
-        codebook = Codebook()
-        shard.store.put(1, 0, State(x, -w, codebook))
-        x_judged = w
-    else:
-        shard.store.put(1, 0, State(x, -w, codebook, getattr(method, "optimizer").memory(x)))  # noqa: B009
-        x_judged = expected(x, w, codebook)
+    codebook = Codebook() if method.quantizer == NoQuantizer() else codebook
+    shard.store.put(1, 0, State(x, -w, codebook, method.optimizer.memory(x)))
+    x_judged = expected(x, w, codebook)
     Tells.seen.clear()
-    (judged,) = shard.evaluate(3, w, [1])
-    deployed = shard.deployed(1, 3, w)
+    (judged,) = shard.evaluate(3, (w,), [1])
+    deployed = shard.deployed(1, 3, (w,))
     assert torch.equal(Tells.seen[0], x_judged)
     assert torch.equal(deployed.x, x_judged)
     if codebook:
@@ -311,7 +309,7 @@ def test_a_full_precision_client_is_judged_at_x():
     x, w, _ = planted(shard.layout)
     shard.store.put(0, 0, State(x, -w, Codebook()))
     Tells.seen.clear()
-    (judged,) = shard.evaluate(3, w, [0])
+    (judged,) = shard.evaluate(3, (w,), [0])
     assert torch.equal(Tells.seen[0], x)
     assert judged.test == judged.float_test
 
@@ -323,8 +321,8 @@ def test_fedavg_is_judged_at_the_newest_average():
         Tells.seen.clear()
         finished = run(job, engine)
     assert len(Tells.seen) == len(job.parts)
-    assert all(torch.equal(v, finished.w) for v in Tells.seen)
-    assert not torch.equal(finished.w, Layout.of(job.module).flatten(job.module))
+    assert all(torch.equal(v, finished.w[0]) for v in Tells.seen)
+    assert not same(finished.w, beginning(job).w)
 
 
 def test_validation_data_are_judged_with_the_same_weights_and_apart_from_test():
@@ -366,6 +364,6 @@ def test_dead_centers_and_bytes_are_reported():
     slot = shard.layout["middle.weight"]
     book = Codebook((slot,), (torch.tensor([-9.0, 0.15, 0.18, 9.0]),))
     shard.store.put(0, 0, State(x, w, book))
-    (judged,) = shard.evaluate(0, w, [0])
+    (judged,) = shard.evaluate(0, (w,), [0])
     assert judged.dead == 2
     assert judged.bytes == slot.size * 2 // 8 + 4 * 4 + 4 * (shard.layout.size - slot.size)

@@ -332,6 +332,20 @@ def test_every_client_counts_by_its_samples(tmp_path):
         assert torch.equal(run(job, engine).w, finished.w)
 
 
+def test_a_claim_of_samples_is_bounded(tmp_path):
+    """A client that claims a thousand million counts as one with a hundred times the median."""
+    run_folder = bench.request(tmp_path / "run", bench.config())
+
+    def claim(client, header, reply):
+        return [Reply(client, {**reply.header, "samples": 10**9}, reply.body) if client == 1 else reply]
+
+    fleet = open_fleet(run_folder, Direct(bench.clients(tmp_path), claim))
+    assert [len(p.train_rows) for p in fleet.parts] == [20, 2000, 20]
+    trained = list(fleet.train(0, Layout.of(fleet.job.module).flatten(fleet.job.module), range(3)))
+    assert all(t.fault is None for t in trained)
+    assert [len(p.train_rows) for p in fleet.parts] == [20, 2000, 20]
+
+
 # --- a client's own business ---
 
 

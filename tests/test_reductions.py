@@ -49,19 +49,26 @@ def torch_training(job, client, optimizer, steps):
     ],
     ids=["sgd", "momentum", "adam"],
 )
-@pytest.mark.parametrize("make", [Local, QuPeL, FedAvg, FineTune], ids=lambda m: m.__name__)
-def test_no_codebook_and_no_pull_is_the_plain_optimizer(ours, theirs, make):
-    """All four reduce to it (FedAvg with one client and one round); the whole engine against torch.optim."""
-    settings = {"eta1": Schedule(0.1), "optimizer": ours}
-    if make is QuPeL:
-        settings["lambda_p"] = Schedule(0.0)
-    job = make_job([Phase(make(**settings), 1)], sizes=(12,), bits=(32,), local_steps=20)
+@pytest.mark.parametrize("method", [*methods, "tuning"])
+def test_no_codebook_and_no_pull_is_the_plain_optimizer(ours, theirs, method):
+    """Every method that has an optimizer reduces to it with one client in one round, whatever its quantizer; the whole
+    engine against torch.optim."""
+    cls = Local if method == "tuning" else methods[method]
+    known = {f.name for f in fields(cls)}
+    if "optimizer" not in known:
+        pytest.skip(f"{method} has steps of its own")
+    given = {"optimizer": ours, **{name: Schedule(0.0) for name in PULLS & known}}
+    given |= {"quantizer": Frozen()} if method == "tuning" else {}
+    job = make_job([Phase(cls(eta1=Schedule(0.1), **given), 1)], sizes=(12,), bits=(32,), local_steps=20)
     finished, models = run_inline(job)
     expected = torch_training(job, 0, theirs, 20)
     torch.testing.assert_close(models[0], expected, rtol=1e-5, atol=1e-6)
     assert (expected - Layout.of(mlp()).flatten(mlp())).abs().max() > 0.05
-    if make is FedAvg:
-        assert torch.equal(finished.w, models[0])
+    if method == "fedavg":
+        assert same(finished.w, models)
+
+
+PULLS = {"lambda_p", "mu"}  # what ties a client's model to the others'
 
 
 def steps(method, state, count=25):

@@ -34,8 +34,25 @@ from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.run import config as configs
 from qupel.run import experiment
 from qupel.tasks import zoo as models
+from qupel.tasks.stack import StackTask
+from qupel.tasks.task import ModuleTask
 from qupel.util.errors import UserError
-from tiny import CLASSES, Drops, blobs, bomb, final_models, make_job, mlp, norm_net, recipe, run_inline, same, timeless
+from qupel.util.files import read_json
+from tiny import (
+    CLASSES,
+    Drops,
+    beginning,
+    blobs,
+    bomb,
+    final_models,
+    make_job,
+    mlp,
+    norm_net,
+    recipe,
+    run_inline,
+    same,
+    timeless,
+)
 
 SIZES = (12, 5, 30, 8, 12, 12, 3, 40)
 
@@ -129,17 +146,20 @@ def test_gradients_of_a_stack(module, loss, targets):
     one, many = ModuleTask(module, loss), StackTask(module, loss)
     x = one.layout.flatten(module) + 0.1 * torch.randn(3, one.layout.size)
     inputs = torch.randn(3, 7, 4, 4)
-    found = many(x, (inputs, targets))
+    found = many.gradient(x, (inputs, targets))
     for i in range(3):
-        torch.testing.assert_close(found[i], one(x[i], (inputs[i], targets[i])), atol=1e-6, rtol=1e-4)
-        assert math.isclose(float(many.losses.x[i]), one.loss_value, rel_tol=1e-5)
+        alone = one.gradient(x[i], (inputs[i], targets[i]))
+        torch.testing.assert_close(found.gradient[i], alone.gradient, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(found.outputs[i], alone.outputs, atol=1e-6, rtol=1e-4)
+        assert math.isclose(float(found.loss[i]), alone.loss, rel_tol=1e-5)
     asked = one.layout.slots[-1:]
+    first = inputs[0], targets[0]
     for whole, part in (
-        (found, many(x, (inputs, targets), asked)),
-        (one(x[0], (inputs[0], targets[0])), one(x[0], (inputs[0], targets[0]), asked)),
+        (found, many.gradient(x, (inputs, targets), asked)),
+        (one.gradient(x[0], first), one.gradient(x[0], first, asked)),
     ):
-        assert torch.equal(part[..., asked[0].slice], whole[..., asked[0].slice])
-        assert not part[..., : asked[0].start].any()
+        assert torch.equal(part.gradient[..., asked[0].slice], whole.gradient[..., asked[0].slice])
+        assert not part.gradient[..., : asked[0].start].any()
 
 
 # --- stack against loop ---
@@ -149,7 +169,7 @@ def quantizer(**changes) -> Prox:
     return Prox(**{"eta2": Schedule(1e-2), "lam": Travel(1.0), "lam_c": Follow(0.1)} | changes)
 
 
-TUNING = FineTune(lambda_p=Schedule(0.1), center_gradient="mean", clip=0.5)
+TUNING = QuPeL(lambda_p=Schedule(0.1), enters="free", quantizer=Frozen(center_gradient="mean", clip=0.5))
 METHODS = {
     "recipe": recipe(),  # FedAvg, QuPeL, fine-tuning, with momentum
     "hard": [Phase(QuPeL(quantizer=quantizer()), 3), Phase(TUNING, 2)],
@@ -160,7 +180,7 @@ METHODS = {
     ],
     "as printed": [Phase(QuPeL(as_printed=True, quantizer=quantizer(rule="paper")), 3)],
     "adam": [Phase(FedAvg(optimizer=Adam()), 2), Phase(Local(optimizer=Adam(), quantizer=quantizer()), 3)],
-    "proxquant": [Phase(Local(quantizer=ProxQuant()), 3), Phase(FineTune(), 2)],
+    "proxquant": [Phase(Local(quantizer=ProxQuant()), 3), Phase(Local(quantizer=Frozen()), 2)],
     "binaryrelax": [Phase(Local(quantizer=BinaryRelax()), 2), Phase(Local(quantizer=BinaryRelax(lam=Schedule(math.inf))), 2)],
     "posttraining": [Phase(Local(quantizer=Afterwards()), 3)],
     "fixed centers": [Phase(Local(quantizer=quantizer(eta2=Schedule(0.0))), 3)],
@@ -176,7 +196,7 @@ def test_stacks_give_what_the_loop_gives(monkeypatch, name, options):
     job = make_job(METHODS[name], sizes=SIZES, **options)
     monkeypatch.setattr(stack, "MOST", 3)
     (a, models), (b, others) = run_inline(job), run_inline(replace(job, stacked=True))
-    torch.testing.assert_close(a.w, b.w, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(a.w[0], b.w[0], atol=1e-5, rtol=1e-4)
     for one, other in zip(models, others, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
     for one, other in zip(a.lines, b.lines, strict=True):
@@ -194,7 +214,7 @@ def test_normalization_and_few_uploads_at_a_time(monkeypatch):
     net[3] = nn.Identity()  # no dropout
     job = make_job(recipe(), module=net, sizes=(12,) * 7, bits=(2, 1, 1, 1, 1, 1, 1))
     (a, models), (b, others) = run_inline(job), run_inline(replace(job, stacked=True))
-    torch.testing.assert_close(a.w, b.w, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(a.w[0], b.w[0], atol=1e-4, rtol=1e-3)
     for one, other in zip(models, others, strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-2)
 
@@ -207,7 +227,7 @@ def test_augmented_images_are_the_same_in_a_stack():
     job = make_job([Phase(FedAvg(), 2)], module=module, data=(data, blobs((10,) * 4, test=1)[1]), bits=(32,))
     job = replace(job, transform=replace(job.transform, augment=True))
     (a, _), (b, _) = run_inline(job), run_inline(replace(job, stacked=True))
-    torch.testing.assert_close(a.w, b.w, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(a.w[0], b.w[0], atol=1e-5, rtol=1e-4)
 
 
 def test_a_client_that_diverges_is_refused_and_the_others_do_not_notice():
@@ -222,7 +242,7 @@ def test_a_client_that_diverges_is_refused_and_the_others_do_not_notice():
         assert len(one["refused"]) == 1
         assert "client 2: round" in one["refused"][0]
         assert "the loss is nan" in one["refused"][0]
-    torch.testing.assert_close(a.w, b.w, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(a.w[0], b.w[0], atol=1e-5, rtol=1e-4)
     for one, other in zip(models, others, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-3)
 
@@ -235,11 +255,11 @@ def test_a_state_that_is_not_finite_is_refused_in_a_stack():
     """The loss is finite, the step is not: eta1 is beyond all numbers."""
     job = make_job([Phase(FedAvg(eta1=Schedule(3e38)), 1)], local_steps=1, stacked=True, loss=steep)
     with Inline(job) as engine:
-        w = engine.shard.initial
+        w = beginning(job).w
         for done in engine.train(0, w, range(4)):
             assert done.upload is None
             assert done.fault == "round 1: upload holds values that are not finite"
-            assert engine.shard.store.get(done.client, w) is None
+            assert engine.shard.store.get(done.client, w[0]) is None
 
 
 # --- the choice ---
@@ -338,7 +358,7 @@ def test_a_run_says_how_its_clients_were_trained(tmp_path, monkeypatch):
     (result,) = experiment.run_experiment(configs.parse(CONFIG, "c"), tmp_path)
     assert result["engine"]["stacked"]
     assert result["engine"]["ratio"] > 0
-    assert result["engine"] == json.loads((tmp_path / "cells" / "QuPeL-s0" / "engine.json").read_text())
+    assert result["engine"] == read_json(tmp_path / "cells" / "QuPeL-s0" / "engine.json")
     assert len(list(tmp_path.rglob("engine.json"))) == 2  # the warm-up's is its own
 
 

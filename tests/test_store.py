@@ -10,13 +10,16 @@ from torch import nn
 from qupel.core.codebook import Codebook
 from qupel.core.layout import Layout
 from qupel.engine.checkpoint import Checkpoints, Since
-from qupel.engine.store import DiskStore, MemoryStore, restore, snapshot, write_rows
+from qupel.engine.store import DiskStore, Forms, MemoryStore, restore, snapshot, write_rows
 from qupel.parts.base import State
 from qupel.util.errors import UserError
 from tiny import make_job, mlp, recipe, run_inline, same, timeless
 
 LAYOUT = Layout.of(mlp())
+FORMS = Forms(layout=lambda client: LAYOUT, state=lambda phase: State)
 W = torch.full((LAYOUT.size,), 3.0)
+
+MEMORY = (W - 1, torch.tensor([[1.5, 2.5]]))  # a server's own
 
 
 def random_state(seed, m=4, memory=1):
@@ -38,7 +41,7 @@ def assert_equal(got, phase, state):
 
 @pytest.fixture(params=["memory", "disk"])
 def make_store(request, tmp_path):
-    return lambda: MemoryStore(LAYOUT) if request.param == "memory" else DiskStore(LAYOUT, tmp_path)
+    return lambda: MemoryStore(FORMS) if request.param == "memory" else DiskStore(FORMS, tmp_path)
 
 
 def test_put_and_get(make_store):
@@ -65,7 +68,7 @@ def test_a_state_may_grow_and_shrink(make_store):
 
 
 def test_what_was_read_can_be_worked_on_without_changing_the_store(tmp_path):
-    store = DiskStore(LAYOUT, tmp_path)
+    store = DiskStore(FORMS, tmp_path)
     s = random_state(0)
     store.put(0, 0, s)
     _, found = store.get(0, W)
@@ -74,7 +77,7 @@ def test_what_was_read_can_be_worked_on_without_changing_the_store(tmp_path):
 
 
 def test_the_scratch_file_has_no_name_and_goes_with_the_store(tmp_path):
-    store = DiskStore(LAYOUT, tmp_path)
+    store = DiskStore(FORMS, tmp_path)
     store.put(0, 0, random_state(0))
     assert list(tmp_path.iterdir()) == []
     handle = store.file
@@ -96,8 +99,8 @@ def test_snapshots_of_several_shards_are_read_by_any_other_sharding(make_store, 
             store.put(i, 1, states[i])
         snapshot(store, folder, f"shard-{shard}")
     for mine in ([0, 1], [2, 3, 4, 5, 6]):
-        store = MemoryStore(LAYOUT) if reader == "memory" else DiskStore(LAYOUT, tmp_path)
-        restore(folder, mine, store, LAYOUT)
+        store = MemoryStore(FORMS) if reader == "memory" else DiskStore(FORMS, tmp_path)
+        restore(folder, mine, store, FORMS)
         for i in range(7):
             if i in mine:
                 assert_equal(store.get(i, W), 1, states[i])
@@ -123,39 +126,41 @@ def nothing(folder):
 def test_a_checkpoint_is_complete_or_absent(tmp_path):
     """A save that fails half-way leaves the one before it, and nothing of its own."""
     checkpoints = Checkpoints(tmp_path, "f")
-    checkpoints.save(3, W, Since([0.5], ["client 1: bad"]), nothing)
+    checkpoints.save(3, (W, 2 * W), MEMORY, Since({"loss": [0.5]}, ["client 1: bad"]), nothing)
 
     def fail(folder):
         (folder / "shard-0.bin").write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save(6, W + 1, Since(), fail)
+        checkpoints.save(6, (W + 1,), (), Since(), fail)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["round-000003"]
-    rounds, w, since, folder, *_ = checkpoints.load(LAYOUT)
+    rounds, w, memory, since, folder, *_ = checkpoints.load(LAYOUT)
     assert (rounds, folder.name) == (3, "round-000003")
-    assert since == Since([0.5], ["client 1: bad"])
-    assert torch.equal(w, W)
-    checkpoints.save(6, W + 1, Since(), nothing)
+    assert since == Since({"loss": [0.5]}, ["client 1: bad"])
+    assert same(w, (W, 2 * W))
+    assert same(memory, MEMORY)
+    checkpoints.save(6, (W + 1,), (), Since(), nothing)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round-000003", "round-000006"]
-    assert torch.equal(checkpoints.load(LAYOUT)[1], W + 1)
+    assert same(checkpoints.load(LAYOUT).w, (W + 1,))
+    assert checkpoints.load(LAYOUT).memory == ()
 
 
 def test_what_a_killed_run_left_is_ignored_and_cleared(tmp_path):
     checkpoints = Checkpoints(tmp_path, "f")
-    checkpoints.save(2, W, Since(), nothing)
+    checkpoints.save(2, (W,), (), Since(), nothing)
     half = tmp_path / "checkpoints" / ".round-000004.999"
     half.mkdir()
     (half / "w.bin").write_bytes(b"123")
     assert checkpoints.load(LAYOUT)[0] == 2
-    checkpoints.save(4, W, Since(), nothing)
+    checkpoints.save(4, (W,), (), Since(), nothing)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round-000002", "round-000004"]
 
 
 def test_the_last_few_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, "f", keep=2)
     for rounds in (2, 4, 6):
-        checkpoints.save(rounds, W, Since(), nothing)
+        checkpoints.save(rounds, (W,), (), Since(), nothing)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["round-000004", "round-000006"]
     assert checkpoints.load(LAYOUT).rounds == 6
     assert checkpoints.load(LAYOUT, before=6).rounds == 4
@@ -163,7 +168,7 @@ def test_the_last_few_checkpoints_are_kept(tmp_path):
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path):
-    Checkpoints(tmp_path, "a").save(2, W, Since(), nothing)
+    Checkpoints(tmp_path, "a").save(2, (W,), (), Since(), nothing)
     with pytest.raises(UserError, match="other settings"):
         Checkpoints(tmp_path, "b").load(LAYOUT)
     with pytest.raises(UserError, match=f"{len(W)} parameters"):
@@ -176,7 +181,7 @@ def test_log_lines_of_rounds_that_run_again_are_dropped(tmp_path):
     assert checkpoints.lines(None, [{"round": 1}]) == [{"round": 1}]  # a new log begins with what came before
     for r in (2, 3):
         checkpoints.append({"round": r})
-    checkpoints.save(3, W, Since(), nothing)
+    checkpoints.save(3, (W,), (), Since(), nothing)
     checkpoints.append({"round": 4})
     with checkpoints.log.open("a") as file:
         file.write('{"round": 5, "te')  # cut short by a crash
@@ -184,5 +189,5 @@ def test_log_lines_of_rounds_that_run_again_are_dropped(tmp_path):
     assert again.lines(again.load(LAYOUT), [{"round": 99}]) == [{"round": 1}, {"round": 2}, {"round": 3}]
     again.append({"round": 4})
     assert again.log.read_text() == '{"round": 1}\n{"round": 2}\n{"round": 3}\n{"round": 4}\n'
-    again.save(4, W, Since(), nothing)
+    again.save(4, (W,), (), Since(), nothing)
     assert Checkpoints(tmp_path, "f").load(LAYOUT).rounds == 4

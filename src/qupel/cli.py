@@ -19,7 +19,7 @@ from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
 from qupel.report.commands import report
 from qupel.util.errors import UserError
-from qupel.util.terminal import Watcher, err, number_table, out, stop_requests
+from qupel.util.terminal import Watcher, err, leave_quietly, number_table, out, speak_plainly, stop_requests
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -29,6 +29,9 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="override a key: --
 Workers = Annotated[int | None, typer.Option(min=1, help="worker processes, one thread each (default: all cores)")]
 Data = Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")]
 Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in --out")]
+OtherVersions = Annotated[
+    bool, typer.Option("--other-versions", help="resume what other versions of the packages began, maybe to other bits")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N; on a GPU all clients run in this process")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write event files to RUN/tensorboard")]
 Engine = Annotated[
@@ -100,12 +103,14 @@ def run(
     rank_timeout: RankTimeout = None,
     diagnostics: Diagnostics = None,
     vectorize: Vectorize = None,
+    other_versions: OtherVersions = False,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
     given = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics, "vectorize": vectorize}
     overrides = [*(set or []), *(f"{key}={value}" for key, value in given.items() if value)]
     with _crew(engine, workers, rank_timeout) as (workers, start):
-        _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, device, tensorboard)
+        where = (device, tensorboard, other_versions)
+        _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, *where)
 
 
 @app.command()
@@ -119,11 +124,13 @@ def train(
     device: Device = "cpu",
     tensorboard: TensorBoard = False,
     diagnostics: Diagnostics = None,
+    other_versions: OtherVersions = False,
 ) -> None:
     """Train quantized models in one place (Algorithm 1 and its competitors). Without a config: digits."""
     overrides = [*(set or []), *([f"diagnostics={diagnostics}"] if diagnostics else [])]
     with _crew("local", workers) as (workers, start):
-        _experiment(config, TRAINING_DEMO, TRAINING, out, overrides, workers, start, data, resume, device, tensorboard)
+        where = (device, tensorboard, other_versions)
+        _experiment(config, TRAINING_DEMO, TRAINING, out, overrides, workers, start, data, resume, *where)
 
 
 @contextmanager
@@ -161,6 +168,7 @@ def _experiment(
     resume: bool,
     device: str,
     tensorboard: bool,
+    other_versions: bool,
 ) -> None:
     from qupel.report.board import Board
     from qupel.run import config as configs
@@ -191,6 +199,7 @@ def _experiment(
             watch=tell,
             should_stop=should_stop,
             device=device,
+            other_versions=other_versions,
         )
     _show(results, folder, config.split.kind == "one", time.monotonic() - began)
 
@@ -316,8 +325,11 @@ def main() -> None:
     from qupel.engine.rounds import Failed, Stopped
     from qupel.engine.workers import WorkerDied
 
+    speak_plainly()
     try:
         app(standalone_mode=True)
+    except BrokenPipeError:  # whoever read this has seen enough, as `head`
+        leave_quietly()
     except UserError as e:
         err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
         sys.exit(2)

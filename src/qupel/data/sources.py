@@ -1,5 +1,6 @@
 """Data sets as tensors in memory: the known image sets, the user's own `.npz` file, the user's own arrays."""
 
+import hashlib
 import logging
 import os
 import zipfile
@@ -65,6 +66,17 @@ class Dataset:
     std: tuple[float, ...] = ()
     mirror: bool = True
     note: str = ""
+
+
+def identity(data: Dataset) -> str:
+    """A checksum of everything that is learned from or judged on."""
+    found = hashlib.sha256()
+    for arrays in (data.train, data.test):
+        for tensor in (arrays.inputs, arrays.targets, arrays.groups):
+            if tensor is not None:
+                found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+                found.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
+    return found.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Checkpoints of a run: a folder per checkpoint, complete or absent, and a log of metrics that fits it.
 
-checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint, what the next line of metrics needs, what the
-                                        guard knows; checksums of the other files and of the log so far
+checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint, what the next line of metrics needs, what
+                                        the guard knows; checksums of the other files and of the log so far
                             w.bin       the server's model, its rows one after the other, float32
                             server.bin  the server's own memory, likewise
                             shard-*.bin, shard-*.json   the clients' states (`store`)
@@ -87,8 +87,10 @@ class Checkpoints:
         since: Since,
         save_states: Callable[[Path], None],
         guard: dict[str, Any] | None = None,
+        every: int = 1,
     ) -> None:
-        """Write the checkpoint after `rounds` rounds; when it is complete, those older than the last few go."""
+        """Write the checkpoint after `rounds` rounds; when it is complete, those older than the last few go. One of a
+        stop, between those of `every` so many rounds, takes no other's place."""
         final = self.folder / f"round-{rounds:06d}"
         if final.exists():
             return
@@ -104,22 +106,23 @@ class Checkpoints:
             # rows have their own checksums, in the listings
             meta["files"] = checksums(folder, [n for n in names if n in MODELS or n.endswith(".json")])
             write_sealed(folder / META, meta)
-        for other in {*self.folder.iterdir()} - {*self._all()[: self.keep]}:
+        for other in {*self.folder.iterdir()} - {final, *self._all(every)[: self.keep]}:
             _remove(other)
 
-    def _all(self) -> list[Path]:
+    def _all(self, every: int = 1) -> list[Path]:
         """Newest first."""
-        return sorted(self.folder.glob("round-*"), reverse=True) if self.folder.exists() else []
+        found = sorted(self.folder.glob("round-" + 6 * "[0-9]"), reverse=True) if self.folder.exists() else []
+        return [path for path in found if int(path.name[-6:]) % every == 0]
 
     def newest(self) -> Path | None:
         return next(iter(self._all()), None)
 
-    def load(self, layout: Layout, before: int | None = None) -> Saved | None:
-        """The newest checkpoint that is sound (of those made before a round), None if there is none at all. Damaged ones
-        that are newer are told of and go."""
+    def load(self, layout: Layout, before: int | None = None, every: int = 1) -> Saved | None:
+        """The newest checkpoint that is sound (before a round, of every so many), None if there is none at all. Damaged
+        ones that are newer are told of and go."""
         damaged: list[tuple[Path, Damaged]] = []
         log = self.log.read_bytes() if self.log.is_file() else b""
-        for folder in self._all():
+        for folder in self._all(every):
             if before is not None and folder.name >= f"round-{before:06d}":
                 continue
             try:
@@ -127,8 +130,8 @@ class Checkpoints:
             except Damaged as e:
                 damaged.append((folder, e))
                 continue
-            for other, e in damaged:
-                warn(f"{e}; going on from {folder.name}")
+            for other, why in damaged:
+                warn(f"{why}; going on from {folder.name}")
                 _remove(other)
             return saved
         if damaged:

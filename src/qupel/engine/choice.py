@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from qupel.engine.job import Job
 from qupel.engine.shard import Shard
 from qupel.engine.stack import StackedShard, most_clients
 from qupel.util.errors import UserError
-from qupel.util.files import write_json
+from qupel.util.files import Damaged, read_json, write_sealed
 
 Vectorize = Literal["auto", "on", "off"]
 RECORD = "engine.json"
@@ -60,11 +59,15 @@ def settled(job: Job, setting: Vectorize, folder: Path | None) -> tuple[Job, Cho
     """The job as it will run. The choice is kept in <folder>/engine.json: a resumed run gets the same bits."""
     record = folder / RECORD if folder else None
     if record and record.exists():
-        choice = Choice(**json.loads(record.read_text()))
+        choice = Choice(**read_json(record))
     else:
         choice = choose(job, setting)
+        if record and choice.ratio is not None and (record.parent / "checkpoints").exists():
+            raise Damaged(
+                f"{record} is missing: whether this run's clients are stacked was measured, and cannot be again"
+            )
         if record:
-            write_json(record, asdict(choice))
+            write_sealed(record, asdict(choice))
     return replace(job, stacked=choice.stacked), choice
 
 

@@ -250,9 +250,9 @@ def joined(timeout: float = TIMEOUT) -> Iterator[Group | None]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         yield None
         return
-    if os.environ["RANK"] != "0":  # a stop is rank 0's business: it ends the round, saves, and sends the others home
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.environ["RANK"] != "0":
+        for number in (signal.SIGINT, signal.SIGTERM):  # while it waits for rank 0, at once, wherever it is
+            signal.signal(number, signal.SIG_DFL)
         if STARTER in os.environ and os.getppid() != int(os.environ[STARTER]):
             os._exit(1)  # it is gone already
     place, patience = os.environ.get("MASTER_ADDR", ""), timedelta(seconds=max(timeout, MEETING))
@@ -268,7 +268,21 @@ def joined(timeout: float = TIMEOUT) -> Iterator[Group | None]:
         who = f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
         raise UserError(f"{who} cannot meet the others at {place}:{port}: {str(e).splitlines()[0]}") from None
     with Group(rank, size, timeout) as group:
+        if rank > 0:
+            _leave_stops_to_rank_0(group)
         yield group
+
+
+def _leave_stops_to_rank_0(group: Group) -> None:
+    """It ends the round, saves, and sends the others home. A rank that has heard nothing of it for long goes by
+    itself."""
+
+    def stop(number: int, frame: Any) -> None:
+        if time.monotonic() - group.heard[0] > group.timeout:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def start(size: int, timeout: float = TIMEOUT) -> Group:

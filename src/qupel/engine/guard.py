@@ -26,6 +26,7 @@ from qupel.parts.base import vector
 RECENT = 5  # rounds whose medians say what is usual
 FLOOR = 1e-3  # of |w|: what is usual is never taken to be less
 FIRST = 3  # rounds of the run whose losses say what is high
+HIGH = 10.0  # times the highest of these: the loss has exploded
 SUSPECT = 3.0  # times the median of its round: an upload that may have ruined w
 NAMED = 20  # suspects that are remembered at most
 REST = 10  # rounds that a suspect sits out; twice as many each time
@@ -52,10 +53,11 @@ class Guard:
         self.clients, self.keep = clients, keep
         self.known = Known(**known) if known else Known()
 
-    def save(self) -> dict[str, Any]:
-        """Its memory, for the checkpoint that is being made."""
-        self.known.returned = None
-        self.known.far = [*self.known.far[-self.keep + 1 :], {}] if self.keep > 1 else [{}]
+    def save(self, due: bool = True) -> dict[str, Any]:
+        """Its memory, for the checkpoint that is being made; `due`: one that can be gone back to."""
+        if due:
+            self.known.returned = None
+            self.known.far = [*self.known.far[-self.keep + 1 :], {}] if self.keep > 1 else [{}]
         return asdict(self.known)
 
     # --- one round ---
@@ -102,7 +104,7 @@ class Guard:
         self.known.medians = [*self.known.medians, middle][-RECENT:] if math.isfinite(middle) else self.known.medians
         usual = max(middle, FLOOR * self.size)
         worst = max(self.norms, key=lambda i: self.norms[i], default=None)
-        if worst is not None and self.norms[worst] > self.bound * usual:
+        if self.usual is None and worst is not None and self.norms[worst] > self.bound * usual:
             return f"{name(worst)} is {self.norms[worst]:.3g} from w, over {self.bound:g} times the median {middle:.3g}"
         moved = float(torch.dist(new, self.w))
         if not moved <= self.bound * max(usual, self.usual or 0.0):
@@ -131,8 +133,8 @@ class Guard:
         high = max(self.known.losses, default=math.inf)
         if self.known.losses and not math.isfinite(loss):
             return "no client has a finite loss"
-        if loss > self.bound * high:
-            return f"the clients' mean loss is {loss:.3g}, over {self.bound:g} times the {high:.3g} of the first rounds"
+        if loss > HIGH * high:
+            return f"the clients' mean loss is {loss:.3g}, over {HIGH:g} times the {high:.3g} of the first rounds"
         return None
 
     def suspects(self) -> list[int]:

@@ -83,7 +83,7 @@ class Job:
     evaluate_sample: float = 1.0  # share of the clients that are judged; at the end of a phase all are
     checkpoint_every: int = 0  # rounds; 0: with every evaluation
     on_bad_upload: Literal["refuse", "stop"] = "refuse"
-    upload_bound: float = 30.0  # |upload - w| in medians over the clients (`engine.guard`); 0: no bound
+    upload_bound: float = 50.0  # |upload - w| in medians over the clients (`engine.guard`); 0: no bound
     transform: Transform = field(default_factory=Transform)
     names: Sequence[str] = ()
     diagnostics: Diagnostics | None = None

@@ -125,7 +125,7 @@ class Ranks:
 
     def load(self, folder: Path | None) -> None:
         self.shard.load(folder)
-        for _ in self._answers(self._order(dict.fromkeys(self.group.peers, {"do": "clear"}))):
+        for _ in self._answers(self._order({rank: {"do": "clear"} for rank in self.group.peers})):
             pass
         if folder is None:
             return

@@ -143,8 +143,9 @@ def run(
             if line:
                 checkpoints.append(scores.keep(checkpoints.log.parent, line))
             every = job.checkpoint_every or job.evaluate_every
-            if stop or (round + 1) % every == 0 or round + 1 == job.rounds:
-                checkpoints.save(round + 1, model.w, model.memory, since, engine.save, guard.save())
+            due = (round + 1) % every == 0
+            if stop or due or round + 1 == job.rounds:
+                checkpoints.save(round + 1, model.w, model.memory, since, engine.save, guard.save(due), every)
         losses = info.get("loss", math.nan), info.get("loss_quantized", math.nan)
         watch(Progress(round + 1, job.rounds, *losses, line, refused, [back["note"]] if back else []))
         if stop:
@@ -189,7 +190,8 @@ def guarded_round(
     if not suspects:
         return *done, None
     returned, layout = guard.known.returned, Layout.of(job.module)
-    good = checkpoints.load(layout, returned) if checkpoints else None
+    every = job.checkpoint_every or job.evaluate_every  # not those of a stop: a run that is resumed goes the same way
+    good = checkpoints.load(layout, returned, every) if checkpoints else None
     engine.load(good.folder if good else None)
     phase, _ = job.locate(round)
     if good and job.locate(good.rounds - 1)[0] == phase:

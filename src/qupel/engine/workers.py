@@ -8,8 +8,11 @@ gives the same bits.
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,6 +38,9 @@ from qupel.util.machine import keep_memory
 
 ROOM = 4  # bunches of uploads that a worker may be ahead of the server
 BUNCH = 2**17  # numbers in a bunch: small models are sent some dozens at a time, large ones one by one
+PATIENCE = 600.0  # seconds without a word after which workers count as hung, at least
+LONGER = 20  # times the longest silence so far: the same, where clients take long
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class WorkerDied(RuntimeError):
@@ -83,12 +89,15 @@ class Workers:
         n, k = len(job.parts), len(pool.pipes)
         size = Layout.of(job.module).size
         rows = max(job.rows_of(phase) for phase in range(len(job.phases)))  # that travel at a time
-        self.w = torch.empty(rows, size).share_memory_()
         bunch = min(max(1, BUNCH // (rows * size)), 64)
-        self.uploads = [torch.empty(ROOM * bunch, rows, size).share_memory_() for _ in range(k)]
-        for j in range(k):
-            mine = range(j, n, k)
-            self._send(j, ("job", job, mine, store, scratch, self.w, self.uploads[j]))
+        self.silence = 0.0  # the longest so far, in seconds
+        self.awaited: int | None = None  # the worker without whose next answer nothing goes on
+        with _room_in_shared_memory(job, 4 * rows * size * (1 + k * ROOM * bunch)):
+            self.w = torch.empty(rows, size).share_memory_()
+            self.uploads = [torch.empty(ROOM * bunch, rows, size).share_memory_() for _ in range(k)]
+            for j in range(k):
+                mine = range(j, n, k)
+                self._send(j, ("job", job, mine, store, scratch, self.w, self.uploads[j]))
         for _ in self._collect(range(k)):
             pass
 
@@ -117,7 +126,11 @@ class Workers:
         while pending:
             pipes = {self.pool.pipes[j]: j for j in pending}
             ends = {self.pool.processes[j].sentinel: j for j in pending}
-            ready = wait([*pipes, *ends])
+            began = time.monotonic()
+            ready = wait([*pipes, *ends], max(PATIENCE, LONGER * self.silence))
+            if not ready:
+                raise self._hung(sorted(pending) if self.awaited is None else [self.awaited], time.monotonic() - began)
+            self.silence = max(self.silence, time.monotonic() - began)
             for item in [r for r in ready if r in pipes] or ready:
                 j = pipes[item] if item in pipes else ends[item]
                 if item not in pipes:
@@ -137,17 +150,24 @@ class Workers:
                 else:
                     yield value
 
+    def _mine(self, j: int) -> str:
+        return self.job.list_names(range(j, len(self.job.parts), len(self.pool.pipes)))
+
     def _death(self, j: int) -> WorkerDied:
         process = self.pool.processes[j]
         process.join(1)
-        mine = range(j, len(self.job.parts), len(self.pool.pipes))
-        return WorkerDied(f"worker {j} died (exit code {process.exitcode}) with {self.job.list_names(mine)}")
+        return WorkerDied(f"worker {j} died (exit code {process.exitcode}) with {self._mine(j)}")
+
+    def _hung(self, workers: Sequence[int], seconds: float) -> WorkerDied:
+        who = "; ".join(f"worker {j} (process {self.pool.processes[j].pid}) with {self._mine(j)}" for j in workers)
+        return WorkerDied(f"no word for {seconds:.0f} s from {who}: stopped or hung")
 
     def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         """In client order. A worker has room for a few bunches of uploads; it goes on when one has been used."""
         early: dict[int, tuple[_Sent | None, dict[str, float], str | None, bool]] = {}
         answers = self._ask("train", round, w, clients)
         for client in clients:  # in ascending order, as each worker takes its own
+            self.awaited = self._owner(client)  # others may have stopped for want of room
             while client not in early:
                 early |= {found: (*rest, last) for (found, *rest), last in _marked(next(answers))}
             sent, info, fault, last = early.pop(client)
@@ -155,6 +175,7 @@ class Workers:
             yield Trained(client, None if sent is None else sent.upload(self.uploads[j]), info, fault)
             if last:
                 self._send(j, "used")
+        self.awaited = None
         for _ in answers:  # until all are done
             pass
 
@@ -201,6 +222,31 @@ class _Sent:
 def _marked(bunch: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
     """Each of a bunch, and whether it is the last."""
     return ((one, k == len(bunch) - 1) for k, one in enumerate(bunch))
+
+
+@contextmanager
+def _room_in_shared_memory(job: Job, bytes: int) -> Iterator[None]:
+    """What is sent to workers lives in shared memory, the data too: say so where it is too small, before the system
+    ends the first process that touches a page that is not there."""
+    arrays = (job.data.train, job.data.test)
+    tensors = [t for a in arrays for t in (a.inputs, a.targets, a.groups) if t is not None and not t.is_shared()]
+    bytes += sum(t.numel() * t.element_size() for t in (*tensors, *job.module.state_dict().values()))
+    remedy = f"make {SHARED_MEMORY} larger, or use --workers 1"
+    if SHARED_MEMORY.is_dir():
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if free < bytes:
+            raise UserError(
+                f"{free / 1e6:.0f} MB of shared memory are free, the workers need {bytes / 1e6:.0f} MB: {remedy}"
+            )
+    try:
+        yield
+    except RuntimeError as e:
+        named = re.search(r"<?/?(torch_\d+_\d+_\d+)>?", str(e))
+        if not named:
+            raise
+        (SHARED_MEMORY / named[1]).unlink(missing_ok=True)  # torch leaves it where it cannot make it large enough
+        why = str(e).splitlines()[0][:200]
+        raise UserError(f"no shared memory for the workers ({why}): raise `ulimit -f`, {remedy}") from None
 
 
 @contextmanager

@@ -42,6 +42,7 @@ from qupel.util.errors import UserError
 from qupel.util.files import write_atomic, write_json
 
 TRIES = 3  # of a round that too few clients answer
+MOST = 100  # times the median: a client that claims more samples counts for so many
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
         named = "; ".join(f"client {client}: {fault}" for client, fault in sorted(faults.items()))
         raise UserError(f"{len(told)} of {len(here)} clients can take part, {terms.minimum} are needed ({named})")
     typical = int(np.median(list(told.values())))
-    samples = [told.get(i, typical) for i in range(terms.clients)]
+    samples = [min(told.get(i, typical), MOST * typical) for i in range(terms.clients)]
     return {"shape": kind[0], "classes": kind[1], "samples": samples, "left_out": faults}
 
 

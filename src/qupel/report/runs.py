@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from qupel.engine import scores
 from qupel.paper.published import NOTES
 from qupel.report.tables import Result
 from qupel.util.errors import UserError
+from qupel.util.files import read_json
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def load_runs(folders: Sequence[Path]) -> list[Run]:
 def load_run(folder: Path, name: str) -> Run:
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is no run directory: it has no config.json")
-    config = _read(folder / "config.json")
+    config = read_json(folder / "config.json")
     if not isinstance(config, dict) or not {"methods", "seeds", "split", "data"} <= set(config):
         raise UserError(f"{folder / 'config.json'} is not the config of a run")
     order = {label: k for k, label in enumerate(config["methods"])}
@@ -66,7 +66,7 @@ def load_run(folder: Path, name: str) -> Run:
     results = sorted((r for r in results if r["label"] in order), key=lambda r: (order[r["label"]], r["seed"]))
     if not results:
         raise UserError(f"{folder} has no finished cell yet (cells/*/result.json)")
-    about = _read(folder / "reproduce.json") if (folder / "reproduce.json").exists() else {}
+    about = read_json(folder / "reproduce.json") if (folder / "reproduce.json").exists() else {}
     cells = len(config["methods"]) * len(config["seeds"])
     rows = tuple(about.get("rows", ()))
     return Run(name, folder, config, results, cells, about.get("table"), about.get("scale", ""), rows)
@@ -74,14 +74,7 @@ def load_run(folder: Path, name: str) -> Run:
 
 def read_result(path: Path) -> Result:
     """A cell's result.json; the sizes of its clients' files are read from its folder where it does not tell them."""
-    result: Result = _read(path)
+    result: Result = read_json(path)
     scores.attach(path.parent, result["lines"])
     models = sorted((path.parent / "models").glob("client-*.safetensors"))
     return {"files": [f.stat().st_size for f in models], **result} if models else result
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path} is damaged: not JSON") from None

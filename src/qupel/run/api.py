@@ -28,6 +28,7 @@ from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.choice import Choice, Vectorize, settled
 from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import of_job
+from qupel.engine.identity import check_identity
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import Engine, Finished, Progress, run
@@ -45,6 +46,7 @@ from qupel.tasks.metrics import Metric
 from qupel.tasks.metrics import metrics as known_metrics
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
+from qupel.util.files import locked
 
 Array = np.ndarray | Tensor
 Bits = int | dict[str, int]
@@ -152,7 +154,8 @@ def fit(
               Frozen parameters (requires_grad=False) stay as they are, at full precision.
     clients:  `Client`s, or tuples (train inputs, train targets[, test inputs, test targets]).
     method:   a recipe or a method (`qupel methods`), "module:Name" of your own, or phases.
-    quantizer, server: of a method; by default its own quantizer, and the mean.
+    quantizer, server: of a method; by default its own quantizer, and the mean. A name that is both a recipe's and a
+              method's is the recipe's, unless one of these is given.
     bits:     for all clients or one entry each: 1 to 8, 32 for full precision, or a table layer -> bits. By default
               the method's own: 32 for FedAvg with and without tuning, 2 for all others.
     layers:   which layers get the bits: by default every Linear and Conv weight but the first and the last.
@@ -178,7 +181,7 @@ def fit(
         loss=losses[loss] if isinstance(loss, str) else loss or default,
         data=data,
         parts=parts,
-        plans=_plans(model, bits, layers, method, len(people), levels == "channel"),
+        plans=[Plan()] * len(people),
         phases=[],
         seed=seed,
         local_steps=local_steps,
@@ -193,17 +196,21 @@ def fit(
         metrics=metrics if isinstance(metrics, Mapping) else {name: known_metrics[name] for name in metrics},
     )
     job = job.with_phases(_phases(method, quantizer, server, settings or Settings(), rounds, job))
+    asked = _own_bits(method, job.phases) if bits is None else bits
+    job = replace(job, plans=_plans(model, asked, layers, len(people), levels == "channel"))
     if bits is not None and any(job.plans) and is_dense(job.phases[-1]):
         last = methods.name_of(job.phases[-1].method)
         raise UserError(f"bits: the last phase, {last}, ships full precision; leave bits out, or change the method")
     check_trainable(job)
     checkpoints = None
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        checkpoints = Checkpoints(Path(out), of_job(job))
-    job, choice = settled(job, vectorize, Path(out) if out is not None else None)
     label = method if isinstance(method, str) else "own phases"
     with ExitStack() as stack:
+        if out is not None:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(Path(out)))
+            check_identity(Path(out), data.name, sources.identity(data), other_versions=True)
+            checkpoints = Checkpoints(Path(out), of_job(job))
+        job, choice = settled(job, vectorize, Path(out) if out is not None else None)
         crew = stack.enter_context(Pool(workers)) if workers > 1 else None
         engine: Engine = Workers(crew, job) if crew else stack.enter_context(Inline(job))
         finished = run(job, engine, checkpoints=checkpoints, watch=watch)
@@ -218,20 +225,15 @@ def _client(arrays: Sequence[Array], i: int) -> Client:
     return Client(arrays[0], arrays[1], *arrays[2:])  # type: ignore[arg-type]
 
 
+def _own_bits(method: str | Sequence[Phase], phases: Sequence[Phase]) -> int:
+    """Where none are given: those of the recipe, else full precision where no phase quantizes."""
+    known = find(method).bits if isinstance(method, str) and method in recipes else None
+    return known or (FULL_PRECISION if all(map(is_dense, phases)) else DEFAULT_BITS)
+
+
 def _plans(
-    model: nn.Module,
-    bits: Bits | Sequence[Bits] | None,
-    layers: Sequence[str] | None,
-    method: str | Sequence[Phase],
-    clients: int,
-    channels: bool,
+    model: nn.Module, bits: Bits | Sequence[Bits], layers: Sequence[str] | None, clients: int, channels: bool
 ) -> list[Plan]:
-    if bits is None:
-        if isinstance(method, str):
-            own = find(method).bits if method in recipes else None
-        else:
-            own = FULL_PRECISION if all(is_dense(phase) for phase in method) else None
-        bits = own or DEFAULT_BITS
     each = list(bits) if isinstance(bits, Sequence) else [bits] * clients
     if len(each) != clients:
         raise UserError(f"bits: {len(each)} entries for {clients} clients")
@@ -247,12 +249,19 @@ def _phases(
     rounds: int,
     job: Job,
 ) -> list[Phase]:
+    """A name may be a recipe's and a method's: it is the method's where a quantizer or a server is given."""
+    parts = quantizer is not None or server is not None
     if not isinstance(method, str):
+        if parts:
+            raise UserError("quantizer and server go with the name of a method; phases have their own")
         return list(method)
     length = Length(rounds, job.local_steps, job.steps_per_epoch)
-    if method in methods or (method not in recipes and isinstance(recipes[method], type)):
+    if method in methods and (parts or method not in recipes):
         return [compose(method, quantizer, server, settings, length)]
-    if quantizer is not None or server is not None:
+    recipe: Any = recipes[method]  # or what "module:Name" names
+    if isinstance(recipe, type):
+        return [compose(method, quantizer, server, settings, length)]
+    if parts:
         raise UserError(f"quantizer and server go with a method: {', '.join(methods)}; {method} is a recipe")
     recipe = find(method)
     given = settings.model_dump(exclude_unset=True)

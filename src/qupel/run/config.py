@@ -176,7 +176,7 @@ class Config(Strict):
     checkpoint_every: int = Field(0, ge=0, description="rounds; 0: with every evaluation")
     keep_checkpoints: int = Field(3, ge=1, description="the newest so many, to fall back on")
     on_bad_upload: Literal["refuse", "stop"] = "refuse"
-    upload_bound: float = Field(30.0, ge=0, description="an upload's distance from w, in medians; 0: no bound")
+    upload_bound: float = Field(50.0, ge=0, description="an upload's distance from w, in medians; 0: no bound")
     store: Literal["memory", "disk"] = "memory"
     vectorize: Literal["auto", "on", "off"] = Field("auto", description="clients of a process trained in stacks")
     save_models: bool = True

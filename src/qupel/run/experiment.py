@@ -1,6 +1,6 @@
 """From a config to a run directory: one cell per method and seed, finished cells never run twice.
 
-RUN/config.json                  the whole config
+RUN/config.json                  the whole config; identity.json: the data's checksum, versions; lock
 RUN/shared/...                   what cells share: the FedAvg warm-up of equal recipes, trained once a seed
 RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/;
                                  scores.npz where there are many clients
@@ -39,6 +39,7 @@ from qupel.engine.choice import RECORD, settled
 from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import digest
 from qupel.engine.group import Group
+from qupel.engine.identity import check_identity
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import Engine, Failed, Progress, Stopped, run
@@ -53,7 +54,7 @@ from qupel.run.recipes import Length, compose, find
 from qupel.tasks import zoo
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
-from qupel.util.files import write_json
+from qupel.util.files import LOCK, Damaged, check_files, checksums, locked, read_json, write_sealed
 from qupel.util.machine import check_device, device_name, machine
 
 CPU = torch.device("cpu")
@@ -255,12 +256,14 @@ def run_experiment(
     should_stop: Callable[[], bool] = lambda: False,
     reuse: Sequence[Path] = (),
     device: str = "cpu",
+    other_versions: bool = False,
 ) -> list[dict[str, Any]]:
     """Run every cell that is not done, write the summary and return all results. Raises `Stopped` when asked to stop.
 
     start: gives the processes that several workers are: `Pool`, or `group.start`.
     reuse: other run directories; a cell that one of them has done with the same settings is taken over.
     device: where models and data live; on any but the CPU all clients are trained in this process.
+    other_versions: go on with a run that other versions of the packages began.
     """
     from qupel.report.runs import read_result
     from qupel.report.summary import write_summary  # with scipy, which no worker needs
@@ -273,10 +276,40 @@ def run_experiment(
     for cell in todo:  # every mistake is found before the first step is made
         if cell.seed == config.seeds[0]:
             build_job(config, cell)
-    open_folder(out, config, resume)
-    for cell in todo:
-        adopt(config, cell, out, reuse)
-    left = [cell for cell in todo if not result_file(out, cell).exists()]
+    with own_folder(out):
+        open_folder(out, config, resume, other_versions)
+        for cell in todo:
+            adopt(config, cell, out, reuse)
+        left = [cell for cell in todo if not is_done(out, cell)]
+        run_cells(config, left, out, workers, start, watch, should_stop, place)
+        results = [read_result(result_file(out, cell)) for cell in todo]
+        write_summary(results, out, one=config.split.kind == "one")
+        return results
+
+
+@contextmanager
+def own_folder(out: Path) -> Iterator[None]:
+    """Make a run's folder and have it alone."""
+    with ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            check_own(out)  # nothing is left in a folder that is something else
+            stack.enter_context(locked(out))
+        except OSError as e:
+            raise UserError(f"cannot use {out}: {e.strerror}") from None
+        yield
+
+
+def run_cells(
+    config: Config,
+    left: Sequence[Cell],
+    out: Path,
+    workers: int,
+    start: Callable[[int], AbstractContextManager[Crew]],
+    watch: Callable[[Cell, Progress], None],
+    should_stop: Callable[[], bool],
+    place: torch.device,
+) -> None:
     many = config.split.kind == "groups" or (config.split.kind != "one" and config.split.clients > 1)
     with ExitStack() as stack:
         if workers > 1 and many and left:
@@ -289,9 +322,6 @@ def run_experiment(
         else:
             for cell in left:
                 run_cell(config, cell, out, None, workers, watch, should_stop, place)
-    results = [read_result(result_file(out, cell)) for cell in todo]
-    write_summary(results, out, one=config.split.kind == "one")
-    return results
 
 
 def alike(config: Config, todo: Sequence[Cell]) -> list[list[Cell]]:
@@ -336,7 +366,12 @@ def run_side_by_side(
         raise next((e for e in errors if not isinstance(e, Stopped)), errors[0])
 
 
-def open_folder(out: Path, config: Config, resume: bool) -> None:
+def check_own(out: Path) -> None:
+    if not (out / "config.json").exists() and any(p.name != LOCK for p in out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no run; give another --out")
+
+
+def open_folder(out: Path, config: Config, resume: bool, other_versions: bool = False) -> None:
     described = json.loads(config.model_dump_json())
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -344,16 +379,49 @@ def open_folder(out: Path, config: Config, resume: bool) -> None:
         if known.exists():
             if not resume:
                 raise UserError(f"{out} already holds a run; add --resume to go on with it, or give another --out")
-            before = json.loads(known.read_text())
+            before = read_json(known)
             unknown = {key: Config.model_fields[key].default for key in described if key not in before}
             if {**before, **unknown} != described:  # what an older version did not know has its default
                 raise UserError(f"{out} was made with another config; resume it with that one, or give another --out")
-        elif any(out.iterdir()):
-            raise UserError(f"{out} is not empty and holds no run; give another --out")
         else:
-            write_json(known, described)
+            check_own(out)
+            write_sealed(known, described)
+        check_identity(out, config.data.name, identity(config), other_versions)
     except OSError as e:
         raise UserError(f"cannot use {out}: {e.strerror}") from None
+
+
+@lru_cache(maxsize=2)
+def data_identity(name: str, folder: Path | None, limit: int | None) -> str:
+    return sources.identity(load_data(name, folder, limit))
+
+
+def identity(config: Config) -> str:
+    """A checksum of the data that a config names."""
+    return data_identity(config.data.name, config.data.folder, config.data.limit)
+
+
+def is_done(out: Path, cell: Cell) -> bool:
+    """Whether a cell is done. Raises `Damaged` where something it left is not what it was."""
+    path = result_file(out, cell)
+    if not path.exists():
+        return False
+    try:
+        result = read_json(path)
+        if (result["label"], result["seed"]) != (cell.label, cell.seed):
+            raise Damaged(f"{path} is the result of {result['label']}, seed {result['seed']}")
+        check_files(path.parent, result.get("checksums", {}))
+    except Damaged as e:
+        raise Damaged(f"{e}; remove {path.parent} to run this cell again") from None
+    return True
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a cell's result, with checksums of the files beside it."""
+    folder = path.parent
+    left = [p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file() and p != path]
+    files = checksums(folder, [str(p) for p in left if p.parts[0] != "checkpoints"])
+    write_sealed(path, {**json.loads(json.dumps(result, default=str)), "checksums": files})
 
 
 def result_file(out: Path, cell: Cell) -> Path:
@@ -406,12 +474,13 @@ def run_cell(
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {**machine(), "device": device_name(device)},
         "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
-        "engine": json.loads((folder / RECORD).read_text()),
+        "engine": read_json(folder / RECORD),
+        "data_identity": identity(config),
         "data_note": job.data.note,
         **({} if files is None else {"files": files}),  # bytes of each client's
         "lines": [scores.short(line) for line in finished.lines],
     }
-    write_json(done, json.loads(json.dumps(result, default=str)))
+    write_result(done, result)
     checkpoints.remove()
 
 
@@ -458,7 +527,7 @@ def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None
         return
     key = fingerprint(config, cell, build_job(config, cell).phases)
     for path in (p for other in others for p in sorted(other.glob("cells/*/result.json"))):
-        result = json.loads(path.read_text())
+        result = read_json(path)
         if result.get("fingerprint") != key:
             continue
         done.parent.mkdir(parents=True, exist_ok=True)
@@ -466,7 +535,8 @@ def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None
             shutil.copytree(path.parent / "models", done.parent / "models", dirs_exist_ok=True)
         shutil.copy(path.parent / "metrics.jsonl", done.parent)
         scores.copy(path.parent, done.parent)
-        write_json(done, {**result, "label": cell.label, "taken_from": f"{path.parents[2].name}/{path.parent.name}"})
+        taken = f"{path.parents[2].name}/{path.parent.name}"
+        write_result(done, {**result, "label": cell.label, "taken_from": taken})
         return
 
 

@@ -32,8 +32,10 @@ def write_atomic(path: Path, data: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as e:
         temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError):
+            raise OSError(e.errno, e.strerror, str(path)) from None  # a write that fails does not say where
         raise
     sync_folder(path.parent)
 
@@ -83,8 +85,8 @@ def check_files(folder: Path, expected: dict[str, str]) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Have a folder for this process alone. The lock ends with the process, however that ends; over NFS it holds between
-    hosts where the server grants locks."""
+    """Have a folder for this process alone. The lock ends with the process, however that ends; over NFS it holds
+    between hosts where the server grants locks."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -19,9 +19,13 @@ from qupel.util.errors import UserError
 @lru_cache(maxsize=1)
 def machine() -> dict[str, Any]:
     """What a number was measured on, and the code that measured it."""
-    packages = {name: version(name) for name in ("qupel", "torch", "numpy")}
     head = {"python": platform.python_version(), "cpus": available_cpus(), "processor": platform.machine()}
-    return {**head, **packages, "commit": commit()}
+    return {**head, **versions(), "commit": commit()}
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a run's bits depend on."""
+    return {name: version(name) for name in ("qupel", "torch", "numpy")}
 
 
 def commit() -> str | None:

@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import math
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+PLAIN = {"±": "+-", "·": ".", "…": "...", "−": "-", "–": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->"}
+
+
+def _plainly(e: UnicodeError) -> tuple[str, int]:
+    """What a terminal cannot show, in letters that it can: a run does not end for want of a sign."""
+    assert isinstance(e, UnicodeEncodeError)
+    return "".join(PLAIN.get(letter, "?") for letter in e.object[e.start : e.end]), e.end
+
+
+codecs.register_error("qupel-plain", _plainly)
+
+
+def speak_plainly() -> None:
+    """Let the standard streams do so."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="qupel-plain")
+
+
+def leave_quietly() -> NoReturn:
+    """End as a program whose reader has gone: nothing more is said, also not when Python closes its streams."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
+    sys.exit(141)  # 128 + SIGPIPE
+
 
 out = Console()
 err = Console(stderr=True)

@@ -32,6 +32,9 @@ def reproduce(
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="also write event files")] = False,
     data: Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")] = None,
     runs: Annotated[Path, typer.Option("--out", help="folder of the runs: OUT/table2-small and so on")] = Path("runs"),
+    other_versions: Annotated[
+        bool, typer.Option("--other-versions", help="resume what other versions of the packages began")
+    ] = False,
     publish: Annotated[
         Path | None, typer.Option("--publish", help="run nothing; write page, numbers and figure to this folder")
     ] = None,
@@ -53,7 +56,8 @@ def reproduce(
 
         out.print(f"drawn: {', '.join(escape(str(p)) for p in draw_figure(run))}", soft_wrap=True)
     else:
-        _run(table, scale, plan.build(table, scale, seeds, data), run, workers, resume, device, tensorboard)
+        config = plan.build(table, scale, seeds, data)
+        _run(table, scale, config, run, workers, resume, device, tensorboard, other_versions)
 
 
 def _run(
@@ -65,6 +69,7 @@ def _run(
     resume: bool,
     device: str,
     tensorboard: bool,
+    other_versions: bool,
 ) -> None:
     from qupel.paper.reproduce import plan
     from qupel.paper.reproduce.publish import write_tables
@@ -78,7 +83,7 @@ def _run(
     watcher = Watcher(len(left) * config.rounds)
     tell = Board(run / "tensorboard", watcher.tell).tell if tensorboard else watcher.tell
     others = [p for p in (plan.folder(run.parent, name, scale) for name in plan.SIBLINGS.get(table, ())) if p.exists()]
-    experiment.open_folder(run, config, resume)
+    experiment.open_folder(run, config, resume, other_versions)
     plan.describe(run, table, scale, config)
     with stop_requests() as should_stop, watcher:
         experiment.run_experiment(
@@ -90,6 +95,7 @@ def _run(
             should_stop=should_stop,
             reuse=others,
             device=device,
+            other_versions=True,  # as said above
         )
     grid = write_tables(run)
     out.print(_grid_table(grid))

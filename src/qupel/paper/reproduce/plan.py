@@ -23,7 +23,7 @@ from qupel.report.runs import read_result
 from qupel.run.config import Config, explain, merge, validate
 from qupel.run.experiment import Cell, cells, result_file
 from qupel.util.errors import UserError
-from qupel.util.files import write_json
+from qupel.util.files import read_json, write_json
 
 SCALES = ("smoke", "small", "paper")
 SIBLINGS = {"table2": ("table3",), "table3": ("table2",)}  # tables that share cells
@@ -68,14 +68,14 @@ def describe(run: Path, table: str, scale: str, config: Config) -> None:
 def read(run: Path) -> tuple[dict[str, Any], Config]:
     """What `describe` wrote, and the config of the run."""
     try:
-        return json.loads((run / "reproduce.json").read_text()), read_config(run)
+        return read_json(run / "reproduce.json"), read_config(run)
     except OSError:
         raise UserError(f"{run} holds no run of `qupel reproduce`") from None
 
 
 def read_config(run: Path) -> Config:
     try:
-        return Config.model_validate_json((run / "config.json").read_text())
+        return Config.model_validate_json(json.dumps(read_json(run / "config.json")))
     except ValidationError as e:
         raise UserError(f"{run / 'config.json'}: {explain(e)}") from None
 
@@ -116,7 +116,7 @@ def status(run: Path, config: Config) -> Status:
     for cell in cells(config):
         path = result_file(run, cell)
         if path.exists():
-            result = json.loads(path.read_text())
+            result = read_json(path)
             share[cell] = 1.0
             if "taken_from" not in result:
                 took[cell] = result["seconds"]
@@ -140,5 +140,5 @@ def _rounds(log: Path) -> int:
     try:
         lines = [line for line in log.read_text().splitlines() if line.endswith("}")]
         return json.loads(lines[-1])["round"] if lines else 0
-    except OSError:
+    except (OSError, ValueError, KeyError, TypeError):
         return 0

@@ -1,0 +1,219 @@
+"""One client sends poison: what is too far from w is refused, a ruined w goes back, and the run ends in every case."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qupel.core.schedule import Schedule
+from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.guard import REST, Guard
+from qupel.engine.inline import Inline
+from qupel.engine.rounds import Failed, Stopped, run
+from qupel.engine.shard import Trained
+from qupel.engine.workers import Pool, Workers
+from qupel.parts.methods import FedAvg, Phase
+from tiny import final_models, make_job, recipe, run_inline, same, timeless
+
+SIZES = (12,) * 6
+POISONER = 2
+
+
+class Poisoned:
+    """An engine whose third client sends what `poison` (round, upload, w) makes of its upload."""
+
+    def __init__(self, engine, poison):
+        self.engine, self.poison = engine, poison
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def train(self, round, w, clients):
+        for done in self.engine.train(round, w, clients):
+            if done.client == POISONER and done.upload is not None:
+                done = replace(done, upload=self.poison(round, done.upload, w))
+            yield done
+
+
+def noise(round, u, w):
+    return w + 10 * torch.randn(len(w), generator=torch.Generator().manual_seed(round))
+
+
+def ruin(round, u, w):
+    """Within the bound and away from what is learned, growing: what only the losses tell."""
+    return w - 30 * (u - w)
+
+
+POISONS = {
+    "sign flip": lambda round, u, w: 2 * w - u,
+    "x100": lambda round, u, w: 100 * u,
+    "x-10": lambda round, u, w: w - 10 * (u - w),
+    "ruin": ruin,
+    "noise": noise,
+    "1e30 once": lambda round, u, w: torch.full_like(u, 1e30) if round == 5 else u,
+    "1e30 first": lambda round, u, w: torch.full_like(u, 1e30) if round == 0 else u,
+    "20 first": lambda round, u, w: torch.full_like(u, 20.0) if round == 0 else u,
+}
+
+
+def attacked(poison, tmp_path=None, rounds=24, **settings):
+    job = make_job([Phase(FedAvg(eta1=Schedule(0.2)), rounds)], sizes=SIZES, checkpoint_every=2, **settings)
+    seen = []
+    with Inline(job) as engine:
+        checkpoints = Checkpoints(tmp_path, "f") if tmp_path else None
+        finished = run(job, Poisoned(engine, poison), checkpoints=checkpoints, watch=seen.append)
+    return finished, seen
+
+
+@pytest.mark.parametrize("name", POISONS)
+def test_a_run_ends_with_finite_numbers_whatever_one_client_sends(name, tmp_path):
+    finished, _ = attacked(POISONS[name], tmp_path)
+    assert bool(torch.isfinite(finished.w).all())
+    for line in finished.lines:
+        assert all(math.isfinite(line[key]) for key in ("loss", "test", "test_loss")), line
+    assert finished.lines[-1]["round"] == 24
+    assert float(finished.w.abs().max()) < 1e4
+
+
+def test_one_upload_of_1e30_costs_its_client_one_round():
+    finished, seen = attacked(POISONS["1e30 once"])
+    refused = {p.round: p.refused for p in seen if p.refused}
+    assert list(refused) == [6]
+    (said,) = refused[6]
+    assert said.startswith("client 2: round 6: upload is inf from w, over 50 times the usual ")
+    honest, _ = attacked(lambda round, u, w: u)
+    assert finished.lines[-1]["test"] == pytest.approx(honest.lines[-1]["test"], abs=0.15)
+
+
+def test_in_the_first_round_the_rounds_own_median_decides():
+    """Before it there is nothing to hold an upload against; a mean that one client made is not taken."""
+    finished, seen = attacked(POISONS["20 first"], rounds=4)
+    assert [len(p.refused) for p in seen] == [1, 0, 0, 0]
+    assert "the new w of round 1, the old one stays: client 2 is " in seen[0].refused[0]
+    assert float(finished.w.abs().max()) < 10
+
+
+def test_a_ruined_w_goes_back_and_the_suspect_sits_out(tmp_path):
+    finished, seen = attacked(ruin, tmp_path)
+    backs = [b for line in finished.lines for b in line.get("rolled_back", [])]
+    assert backs
+    first = backs[0]
+    assert first["suspects"] == [POISONER]
+    assert first["to"] < first["round"]
+    assert first["until"] == first["round"] + REST
+    (note,) = next(p.notes for p in seen if p.notes)
+    assert f"{'as after round' if first['to'] else 'as at the start'}" in note
+    assert "client 2 moved farthest and sit out until round" in note
+    assert json.dumps(backs)  # part of the metrics
+
+
+def test_without_a_bound_it_ends_as_it_did():
+    with pytest.raises(Failed, match="try a smaller eta1"):
+        attacked(POISONS["1e30 once"], upload_bound=0)
+
+
+def test_when_nobody_is_suspect_divergence_ends_the_run():
+    """Too large a step is not an attack: all clients move alike."""
+    job = make_job([Phase(FedAvg(eta1=Schedule(1e20)), 6)], sizes=SIZES)
+    with Inline(job) as engine, pytest.raises(Failed, match="try a smaller eta1"):
+        run(job, engine)
+
+
+def test_a_usual_that_changes_for_everyone_is_learned():
+    """Steps that grow a thousandfold refuse some rounds, and no more."""
+    job = make_job([Phase(FedAvg(eta1=Schedule(1e-6, drops=(2.0,), factor=1e5)), 12)], sizes=SIZES, epoch_steps=9)
+    seen = []
+    with Inline(job) as engine:
+        run(job, engine, watch=seen.append)
+    refused = [len(p.refused) for p in seen]
+    assert refused[0] == 0
+    assert refused[-1] == 0
+
+
+def test_every_engine_refuses_the_same():
+    job = make_job(recipe(3, 4, 2), sizes=SIZES)
+    ends = []
+    for workers in (1, 2):
+        if workers == 1:
+            with Inline(job) as engine:
+                finished = run(job, Poisoned(engine, POISONS["x100"]))
+                ends.append((finished, final_models(job, engine, finished.w)))
+        else:
+            with Pool(2) as pool:
+                engine = Workers(pool, job)
+                finished = run(job, Poisoned(engine, POISONS["x100"]))
+                ends.append((finished, final_models(job, engine, finished.w)))
+    (one, models), (two, others) = ends
+    assert any(line["refused"] for line in one.lines)
+    assert torch.equal(one.w, two.w)
+    assert same(models, others)
+    assert timeless(one.lines) == timeless(two.lines)
+
+
+def test_where_nothing_is_refused_no_bit_changes():
+    job = make_job(recipe(), sizes=SIZES)
+    (a, models), (b, others) = run_inline(job), run_inline(replace(job, upload_bound=0.0))
+    assert torch.equal(a.w, b.w)
+    assert same(models, others)
+    assert timeless(a.lines) == timeless(b.lines)
+
+
+@pytest.mark.parametrize("stop", [3, 7, 11, 15])
+def test_an_attacked_run_is_resumed_to_the_same_end(tmp_path, stop):
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    whole, _ = attacked(ruin, tmp_path / "whole")
+    job = make_job([Phase(FedAvg(eta1=Schedule(0.2)), 24)], sizes=SIZES, checkpoint_every=2)
+    checkpoints = Checkpoints(tmp_path / "parts", "f")
+    done = []
+    with Inline(job) as engine, pytest.raises(Stopped):
+        run(job, Poisoned(engine, ruin), checkpoints=checkpoints, watch=done.append,
+            should_stop=lambda: len(done) >= stop - 1)  # fmt: skip
+    with Inline(job) as engine:
+        finished = run(job, Poisoned(engine, ruin), checkpoints=Checkpoints(tmp_path / "parts", "f"))
+    assert torch.equal(whole.w, finished.w)
+    assert timeless(whole.lines) == timeless(finished.lines)
+
+
+# --- by hand ---
+
+W = torch.zeros(4)
+
+
+def upload(client, size):
+    return Trained(client, torch.tensor([size, 0.0, 0.0, 0.0]), 1.0)
+
+
+def test_bound_and_suspects_by_hand():
+    guard = Guard(10.0, clients=5, keep=2)
+    for round, sizes in enumerate([(1.0, 2.0, 3.0, 1.0, 2.0), (2.0, 2.0, 7.0, 21.0, 2.0)]):
+        guard.begin(round, 0, W)
+        assert guard.present(range(5)) == [0, 1, 2, 3, 4]
+        faults = [guard.screen(upload(i, s)).fault for i, s in enumerate(sizes)]
+        assert guard.too_far(W, str) is None
+    assert faults == [None, None, None, "round 2: upload is 21 from w, over 10 times the usual 2", None]
+    assert guard.known.medians == [2.0, 2.0]
+    assert guard.known.far == [{"2": 3.5}]
+    assert guard.suspects() == [2]
+    assert guard.send_to_rest([2]) == 12
+    guard.begin(11, 0, W)
+    assert guard.present(range(5)) == [0, 1, 3, 4]
+    guard.begin(12, 0, W)
+    assert guard.present(range(5)) == [0, 1, 2, 3, 4]
+    assert guard.send_to_rest([2]) == 13 + 2 * REST
+    again = Guard(10.0, 5, 2, json.loads(json.dumps(guard.save())))
+    assert again.known == guard.known
+
+
+def test_losses_by_hand():
+    guard = Guard(10.0, clients=3, keep=1)
+    guard.begin(0, 0, W)
+    guard.present(range(3))
+    assert guard.exploded(math.nan) is None  # clients that keep their losses to themselves
+    assert [guard.exploded(v) for v in (1.0, 2.0, 1.5, 20.0)] == [None] * 4
+    assert guard.exploded(20.1) == "the clients' mean loss is 20.1, over 10 times the 2 of the first rounds"
+    assert guard.exploded(math.nan) == "no client has a finite loss"
+    guard.present([])
+    assert guard.exploded(math.nan) is None  # nobody took part
