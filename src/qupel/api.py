@@ -30,6 +30,7 @@ from qupel.evaluate import Judge
 from qupel.flat import Layout
 from qupel.oracle import Loss
 from qupel.recipes import RECIPES, Budget, Settings
+from qupel.terminal import plain
 
 Array = np.ndarray | Tensor
 Bits = int | dict[str, int]
@@ -68,7 +69,7 @@ class Fit:
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"client-{i:03d}.safetensors" for i in range(len(self.models))]
         for path, model, codebook, name in zip(paths, self.models, self.codebooks, self.names, strict=True):
-            save(path, model, codebook, about=About(client=name))
+            save(path, model, codebook, about=About(client=plain(name)))
         return paths
 
 

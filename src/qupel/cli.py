@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from qupel.errors import UserError
 from qupel.flower import commands as flower
 from qupel.report.commands import report
 from qupel.reproduce import commands as reproduce
-from qupel.terminal import Watcher, err, number_table, out, stop_requests
+from qupel.terminal import Watcher, err, number_table, out, plain, shown, stop_requests
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -168,7 +169,7 @@ def _experiment(
     from qupel.report.board import Board
 
     if data is not None:
-        overrides = [*overrides, f'data.folder="{data}"']
+        overrides = [*overrides, _folder(data)]
     config = (
         configs.parse(embedded, "demo", overrides, defaults)
         if path is None
@@ -196,6 +197,11 @@ def _experiment(
     _show(results, folder, config.split.kind == "one", time.monotonic() - began)
 
 
+def _folder(data: Path) -> str:
+    """The override that says where data sets are, whatever characters its name has."""
+    return f"data.folder={json.dumps(str(data), ensure_ascii=False)}"
+
+
 def _rounds(config: Any) -> int:
     return max(sum(p.rounds for p in m.phases) if m.phases else config.rounds for m in config.methods.values())
 
@@ -208,24 +214,27 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)
     note = results[0]["data_note"]
     said = "" if one else tables.sentence(rows, max(max(r.model_bytes, r.upload_bytes) for r in rows)) + "\n"
+    notes = "".join(f"\n{tables.markdown_text(text)}\n" for text in (note, said.strip()) if text)
+    text = tables.markdown(head, body) + notes
     write_json(folder / "summary.json", [asdict(r) for r in rows])
-    write_atomic(folder / "summary.md", tables.markdown(head, body) + (f"\n{note}\n" if note else "") + f"\n{said}")
+    write_atomic(folder / "summary.md", text)
     seeds = len({r["seed"] for r in results})
     out.print(number_table(head, body, f"test accuracy after the last round, mean ± std over {seeds} seed(s)"))
     for text in (note, said.strip()):
         if text:
-            out.print(text)
+            out.print(shown(text, 2000))
     engines = {r["label"]: r["engine"] for r in results if "engine" in r}
     for stacked, how in ((True, "in stacks"), (False, "one by one, stacks gain too little")):
         chosen = {k: e["ratio"] for k, e in engines.items() if e["stacked"] == stacked and (stacked or e["ratio"])}
         told = ", ".join(f"{label} ({ratio:.1f} x)" if ratio else label for label, ratio in chosen.items())
         if told:
-            out.print(f"[dim]clients were trained {how}: {told}[/dim]", highlight=False)
+            out.print(f"[dim]clients were trained {how}: {shown(told, 2000)}[/dim]", highlight=False)
     if not one:
-        out.print(f"[dim]gain: {rows[0].label} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
+        first = shown(rows[0].label)
+        out.print(f"[dim]gain: {first} minus the method, paired over clients and seeds; p: paired t-test[/dim]")
     figures.comparison_picture(results, rows, folder / "summary.png")
-    out.print(f"[dim]{seconds:.0f} s; everything is in {folder}, a picture in summary.png[/dim]")
-    out.print(f"[dim]a page to look at: qupel report {folder} --open[/dim]")
+    out.print(f"[dim]{seconds:.0f} s; everything is in {shown(folder)}, a picture in summary.png[/dim]")
+    out.print(f"[dim]a page to look at: qupel report {shown(folder)} --open[/dim]")
 
 
 @app.command()
@@ -241,7 +250,7 @@ def split(
     from qupel import experiment
     from qupel.data import partition
 
-    overrides = [*(set or []), *([f'data.folder="{data}"'] if data else [])]
+    overrides = [*(set or []), *([_folder(data)] if data else [])]
     cfg = configs.load(config, overrides) if config else configs.parse(DEMO, "demo", overrides)
     dataset = experiment.load_data(cfg.data.name, cfg.data.folder, cfg.data.limit)
     parts = experiment.split_data(cfg, dataset, seed)
@@ -250,15 +259,15 @@ def split(
     counts = partition.table(parts, dataset.train.targets, dataset.classes)
     table = Table("client", *[str(c) for c in range(dataset.classes)], "train", "valid", "test", padding=(0, 1))
     for i, (row, part) in enumerate(zip(counts, parts, strict=True)):
-        shown = [str(n) if n else "[dim]·[/dim]" for n in row]
+        cells = [str(n) if n else "[dim]·[/dim]" for n in row]
         sizes = (len(part.train_rows), len(part.validation_rows), len(part.test_rows))
-        table.add_row(str(i), *shown, *map(str, sizes))
+        table.add_row(str(i), *cells, *map(str, sizes))
     out.print(table)
     if picture is not None:
         from qupel.report.figures import split_picture
 
         split_picture(counts, dataset.labels, picture)
-        out.print(f"drawn to {picture}")
+        out.print(f"drawn to {shown(picture)}")
 
 
 @app.command()
@@ -305,6 +314,10 @@ app.command("reproduce")(reproduce.reproduce)
 app.add_typer(flower.app, name="flower")
 
 
+def _fail(text: str) -> None:
+    err.print(plain(text, 2000), style="red", highlight=False, soft_wrap=True, markup=False)
+
+
 def main() -> None:
     """User errors: one line, exit code 2. A stop on request: 130. Tracebacks only for bugs."""
     from qupel.engine.rounds import Failed, Stopped
@@ -313,17 +326,17 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except UserError as e:
-        err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
+        _fail(f"error: {e}")
         sys.exit(2)
     except OSError as e:  # a full disk, a folder that may not be written: the last checkpoint is intact
         where = f" ({e.filename})" if e.filename else ""
-        err.print(f"error: {e.strerror or e}{where}", style="red", highlight=False, soft_wrap=True, markup=False)
+        _fail(f"error: {e.strerror or e}{where}")
         sys.exit(2)
     except (Failed, WorkerDied) as e:
-        err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
+        _fail(f"error: {e}")
         sys.exit(1)
     except Stopped as e:
-        err.print(f"{e}; go on with --resume and the same --out", highlight=False, soft_wrap=True)
+        err.print(f"{shown(e)}; go on with --resume and the same --out", highlight=False, soft_wrap=True)
         sys.exit(130)
     except KeyboardInterrupt:
         err.print("stopped at once; the last checkpoint is intact: go on with --resume and the same --out")

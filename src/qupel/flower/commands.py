@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from qupel.errors import UserError
+from qupel.terminal import shown
 
 if TYPE_CHECKING:
     from qupel.config import Config
@@ -50,7 +51,9 @@ def init(
 ) -> None:
     """Write a ready federation: certificates, keys, start commands, systemd units, client configs, the proxy rule."""
     made = _init(folder, clients, address, config, venv)
-    out.print(f"{made.folder}: server/ stays here, clients/client-0 to client-{clients - 1} go to their machines")
+    out.print(
+        f"{shown(made.folder)}: server/ stays here, clients/client-0 to client-{clients - 1} go to their machines"
+    )
     out.print("[dim]a try-out on this machine: qupel flower up; real machines: docs/deploy.md[/dim]")
 
 
@@ -81,7 +84,9 @@ def up(
     if not (folder / "federation.json").exists():
         _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
     federation = Federation.open(folder)
-    _connected(tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{text}[/dim]")))
+    _connected(
+        tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{shown(text)}[/dim]"))
+    )
 
 
 @app.command()
@@ -102,7 +107,7 @@ def register(folder: Dir, server: Server = None) -> None:
 def _connected(nodes: list[Node]) -> None:
     table = Table("client", "status")
     for node in nodes:
-        table.add_row(node.name, node.status)
+        table.add_row(shown(node.name), shown(node.status))
     out.print(table)
 
 
@@ -114,7 +119,7 @@ def down(folder: Dir) -> None:
     from qupel.flower.folder import Federation
 
     ended = tryout.down(Federation.open(folder))
-    out.print(f"ended: {', '.join(ended)}" if ended else "nothing was running")
+    out.print(f"ended: {shown(', '.join(ended))}" if ended else "nothing was running")
 
 
 @app.command()
@@ -150,7 +155,7 @@ def run(
     if resume:
         request = _known(target, parsed, terms)
         if (target / "result.json").exists():
-            out.print(f"{target} is finished")
+            out.print(f"{shown(target)} is finished")
             return _show(target)
     else:
         if target.exists():
@@ -227,7 +232,7 @@ def _address(federation: Federation, server: str | None) -> str:
 
 def _tell(progress: dict[str, Any]) -> None:
     for refusal in progress["refused"]:
-        err.print(f"round {progress['round']}: refused {refusal}", highlight=False)
+        err.print(f"round {progress['round']}: refused {shown(refusal)}", highlight=False)
     line = progress["line"] or {}
     test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
     loss = f"  loss {progress['loss']:.4f}" if progress["loss"] == progress["loss"] else ""
@@ -240,9 +245,9 @@ def _show(target: Path) -> None:
     if path.exists():
         table = Table("client", "model on its disk", "test accuracy")
         for told in json.loads(path.read_text()):
-            size = f"{told['bytes']:,} bytes" if "bytes" in told else told["error"]
+            size = f"{told['bytes']:,} bytes" if "bytes" in told else shown(told["error"])
             table.add_row(
                 str(told["client"]), size, f"{100 * told['test']:.1f} %" if told.get("test") is not None else ""
             )
         out.print(table)
-    out.print(f"[dim]everything the server knows is in {target}[/dim]")
+    out.print(f"[dim]everything the server knows is in {shown(target)}[/dim]")
