@@ -25,6 +25,7 @@ MOST_TENSORS = 20_000
 _MOST_INPUTS = 256  # of one node
 _LONGEST_LIST = 256  # of numbers in an attribute
 _DOMAINS = ("", "ai.onnx")
+_LONGEST_VECTOR = 1 << 21  # numbers
 _SMALL = 1024  # numbers; a larger initializer is no shape
 
 _LAYERS = """Conv ConvTranspose Gemm MatMul MaxPool AveragePool GlobalAveragePool GlobalMaxPool LpPool GlobalLpPool
@@ -143,39 +144,53 @@ def about(model: Any) -> str | None:
 
 
 def check_sizes(model: Any, batch: int = BATCH) -> None:
-    """The shape of everything that is computed for `batch` inputs must be known, and none be too large."""
-    import onnx
+    """The shape of everything that is computed for `batch` inputs must be known, and none be too large.
 
-    bare = onnx.ModelProto()  # the same graph; large tensors are inputs of it, so that they are not copied about
-    bare.CopyFrom(_without_data(model))
+    onnx infers shapes that are computed in the graph only from values, and makes a list of the length of a vector for
+    that, however long it is: so first without values, and with them only where that is needed and vectors are short.
+    """
+    bare = _without_data(model)
     for value in bare.graph.input:
         dims = value.type.tensor_type.shape.dim
         if len(dims) and not dims[0].HasField("dim_value"):
             dims[0].dim_value = batch
-    del bare.graph.value_info[:]
     for output in bare.graph.output:
         output.type.tensor_type.ClearField("shape")
+    unknown, longest = _sizes(bare, batch, with_values=False)
+    if unknown and longest <= _LONGEST_VECTOR:
+        unknown, _ = _sizes(bare, batch, with_values=True)
+    if unknown:
+        raise FormatError(f"{unknown} does not follow from the file")
+
+
+def _sizes(bare: Any, batch: int, with_values: bool) -> tuple[str, int]:
+    """A result whose size is not known, and the length of the longest vector; too large a result is refused."""
+    import onnx
+
     try:
-        told = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=True)
+        told = onnx.shape_inference.infer_shapes(bare, check_type=True, strict_mode=True, data_prop=with_values)
     except Exception as error:  # of onnx's own, unexported kinds
         raise FormatError(f"its shapes do not follow ({str(error).strip().splitlines()[-1][:120]})") from None
-    sizes = _types(onnx)
+    types, unknown, longest = _types(onnx), "", 0
     shapes = {v.name: v.type.tensor_type for v in (*told.graph.value_info, *told.graph.output, *told.graph.input)}
     for node in told.graph.node:
         for name in filter(None, node.output):
             kind: Any = shapes.get(name)
-            known = kind is not None and kind.elem_type in sizes and kind.HasField("shape")
+            known = kind is not None and kind.elem_type in types and kind.HasField("shape")
             dims = [d.dim_value if d.HasField("dim_value") else -1 for d in kind.shape.dim] if known else [-1]
             if min(dims, default=0) < 0:
-                raise FormatError(f"{node.op_type}: the size of its result {name[:40]!r} does not follow from the file")
-            size = math.prod(dims) * sizes[kind.elem_type][0].itemsize
+                unknown = unknown or f"{node.op_type}: the size of its result {name[:40]!r}"
+                continue
+            longest = max(longest, dims[0]) if len(dims) == 1 else longest
+            size = math.prod(dims) * types[kind.elem_type][0].itemsize
             if size > LARGEST_TENSOR:
-                raise FormatError(
-                    f"{node.op_type}: a result of {size:,} bytes for {batch} inputs; allowed are {LARGEST_TENSOR:,}"
-                )
+                result = f"{node.op_type}: a result of {size:,} bytes for {batch} inputs"
+                raise FormatError(f"{result}; allowed are {LARGEST_TENSOR:,}")
+    return unknown, longest
 
 
 def _without_data(model: Any) -> Any:
+    """The same graph; large tensors are inputs of it, so that they are not copied about."""
     import onnx
 
     graph = onnx.GraphProto(name=model.graph.name, node=model.graph.node, output=model.graph.output)

@@ -36,7 +36,7 @@ class Limits:
     """Of the process: bytes beyond what it has before it opens a file, and seconds for a task: to open, to run once."""
 
     memory: int = 10**9
-    seconds: float = 8.0
+    seconds: float = 5.0
 
 
 DEFAULT = Limits()
