@@ -212,6 +212,11 @@ def test_honest_files_give_what_they_give_in_this_process(tmp_path):
     assert {n.op_type for path in tmp_path.iterdir() for n in onnx.load(path).graph.node} <= OPERATORS
 
 
+def test_a_file_that_is_not_there(tmp_path):
+    for words in (("inspect", tmp_path / "m.onnx"), ("predict", tmp_path / "m.onnx", tmp_path / "x.csv")):
+        assert call(*words, code=2) == f"{tmp_path / 'm.onnx'} cannot be read: no such file"
+
+
 def test_outputs_that_are_no_classes(tmp_path):
     (tmp_path / "x.csv").write_text("1,2,3,4\n")
     made = model([node("Unsqueeze", "x a")], [const("a", [1])])

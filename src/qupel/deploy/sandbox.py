@@ -92,9 +92,14 @@ class Sandbox:
             return "took too much processor time"
         return f"was ended by {signal.Signals(-code).name}" if code and code < 0 else f"ended with code {code}"
 
+    def _file(self) -> str:
+        if not self.path.is_file():
+            raise UserError(f"{self.path} cannot be read: no such file")
+        return str(self.path.absolute())
+
     def open(self, *, keep_packed: bool = False, threads: int | None = None) -> str | None:
         """Load the file; returns our metadata in it."""
-        told, _ = self.ask("open", path=str(self.path.absolute()), keep_packed=keep_packed, threads=threads)
+        told, _ = self.ask("open", path=self._file(), keep_packed=keep_packed, threads=threads)
         return told["about"]
 
     def run(self, x: np.ndarray) -> np.ndarray:
@@ -120,7 +125,7 @@ class Sandbox:
 
     def read(self) -> tuple[str | None, dict[str, np.ndarray], dict[str, str]]:
         """Our metadata, the tensors in the file, and which tensor is the shape of each reshaped one."""
-        told, content = self.ask("read", path=str(self.path.absolute()))
+        told, content = self.ask("read", path=self._file())
         arrays, start = {}, 0
         for name, dtype, shape in told["tensors"]:
             size = int(np.prod(shape, dtype=np.int64)) * int(dtype[2])
