@@ -209,7 +209,18 @@ def test_honest_files_give_what_they_give_in_this_process(tmp_path):
         assert a.names == b.names
         for key, value in b.rest.items():
             np.testing.assert_array_equal(a.rest[key], value)
+            assert a.rest[key].shape == value.shape
     assert {n.op_type for path in tmp_path.iterdir() for n in onnx.load(path).graph.node} <= OPERATORS
+
+
+def test_names_that_are_not_text(box, tmp_path):
+    content = model([node("Add", "x wwww")], [const("wwww", [1.0] * 4, np.float32)]).SerializeToString()
+    box.path = tmp_path / "m.onnx"
+    box.path.write_bytes(content.replace(b"wwww", b"w\xff\xfew"))
+    for task in (box.open, box.read):
+        with pytest.raises(FormatError, match=r"not UTF-8|not an ONNX file"):
+            task()
+    assert box.process.poll() is None
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -125,7 +125,7 @@ class Server:
         from onnx import numpy_helper
 
         model = graphs.parse(read_file(task["path"]))
-        arrays = {t.name: np.ascontiguousarray(numpy_helper.to_array(t)) for t in model.graph.initializer}
+        arrays = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
         shapes = [
             [node.output[0], node.input[1]]
             for node in model.graph.node
@@ -180,7 +180,11 @@ def main() -> None:
         while True:
             task, body = frames.receive(graphs.LARGEST_TENSOR)
             _more_time(seconds)
-            frames.send(*server.answer(task, body))
+            answer = server.answer(task, body)
+            try:
+                frames.send(*answer)
+            except (TypeError, ValueError):  # something in it is not JSON; nothing has been sent
+                frames.send({"error": "what is in it cannot be told"})
 
 
 if __name__ == "__main__":

@@ -87,6 +87,9 @@ def _check_model(model: Any) -> None:
     names = [t.name for t in graph.initializer]
     if len(set(names)) < len(names):
         raise FormatError("two tensors have the same name")
+    texts = [entry.value for entry in model.metadata_props] + [n for v in graph.node for n in (*v.input, *v.output)]
+    if not all(isinstance(text, str) for text in (*names, *texts)):  # protobuf gives bytes for what is not UTF-8
+        raise FormatError("a name or a text that is not UTF-8")
     for tensor in graph.initializer:
         _check_tensor(tensor, types)
     for node in graph.node:

@@ -5,6 +5,7 @@ Every file is run like that unless its user vouches for it (`--trust`): that a f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -80,6 +81,8 @@ class Sandbox:
             self.close()
             raise FormatError(f"{self.path}: not done after {self.limits.seconds:g} s; {HINT}") from None
         except (EOFError, ConnectionError, ValueError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)  # it is ending: how?
             self.close()
             raise FormatError(f"{self.path}: the process that ran it {self._how()}; {HINT}") from None
         if "error" in answer:
