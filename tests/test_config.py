@@ -8,14 +8,25 @@ from pathlib import Path
 import pytest
 
 from qupel.core.optim import SGD, Adam
-from qupel.core.schedule import Schedule, Travel
-from qupel.parts.methods import BinaryRelax, FedAvg, FineTune, Local, PostTraining, ProxQuant, QuPeL
+from qupel.core.schedule import Follow, Schedule, Travel
+from qupel.parts.methods.base import quantizer_of
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import phase_from
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.parts.quantizers.lsq import LSQ
+from qupel.parts.quantizers.prox import Prox
+from qupel.parts.quantizers.proxquant import ProxQuant
+from qupel.parts.servers.fedavgm import FedAvgM
+from qupel.parts.servers.mean import Mean
 from qupel.run import config as configs
 from qupel.run import experiment
-from qupel.run.recipes import RECIPES, Budget, Settings
+from qupel.run.recipes import Length, Settings, find, recipes
 from qupel.util.errors import UserError
 
 BASE = '[methods.QuPeL]\nrecipe = "qupel"\n'
+PHASE = "[[methods.A.phases]]\n"
 
 
 def parse(*overrides, text=BASE, **options):
@@ -64,7 +75,7 @@ def parse(*overrides, text=BASE, **options):
         ("methods.QuPeL.eta1=inf", "methods.QuPeL.eta1: input should be a finite number, not inf"),
         ("methods.QuPeL.eta1=nan", "methods.QuPeL.eta1: "),
         ("methods.QuPeL.mode='firm'", "methods.QuPeL.mode: input should be 'hard' or 'soft', not 'firm'"),
-        ("methods.QuPeL.phases=3", "methods.QuPeL.phases: input should be a valid array, not 3"),
+        ("methods.QuPeL.phases=3", "methods.QuPeL.phases: a list of tables is needed, not 3"),
         ("model.name.x=3", "model.name"),
         ("bits='auto'", 'bits = "auto" needs a budget'),
         ("on_bad_upload='ignore'", "on_bad_upload: input should be 'refuse' or 'stop'"),
@@ -91,12 +102,39 @@ def test_set_needs_key_and_value(override):
         ("rounds = [", "is not TOML"),
         ("", "methods: missing"),
         ("methods = {}", "methods: at least one"),
-        ('[[methods.A.phases]]\nrounds = 2\nmethod = "sgd"', "'qupel', 'local', 'fedavg'"),
-        ('[[methods.A.phases]]\nmethod = "qupel"', "methods.A.phases.0.rounds: missing"),
-        ('[[methods.A.phases]]\nrounds = -1\nmethod = "qupel"', "methods.A.phases.0.rounds: input should be"),
-        ('[[methods.A.phases]]\nrounds = 2\nmethod = "local"\nquantizer = {lamm = 3}', "quantizer.lamm: unknown key"),
-        ('[[methods.A.phases]]\nrounds = 2\nmethod = "fedavg"\nlambda_p = 3', "unknown key 'lambda_p'"),
-        ('[[methods.A.phases]]\nrounds = 2\nmethod = "fedavg"\neta1 = "x"', "methods.A.phases.0.method.eta1"),
+        (f'{PHASE}rounds = 2\nmethod = "sgd"', "methods.A.phases: phase 1: unknown method 'sgd'; allowed: "),
+        (f'{PHASE}rounds = 2\nmethod = "fedavgg"', "unknown method 'fedavgg' (did you mean fedavg"),
+        (f"{PHASE}rounds = 2", "methods.A.phases: phase 1: a name is missing; allowed: "),
+        (f'{PHASE}method = "qupel"', "methods.A.phases: phase 1.rounds: a whole number from 0 on is needed, not None"),
+        (f'{PHASE}rounds = -1\nmethod = "qupel"', "phase 1.rounds: a whole number from 0 on is needed, not -1"),
+        (f'{PHASE}rounds = 2.5\nmethod = "qupel"', "phase 1.rounds: a whole number from 0 on is needed, not 2.5"),
+        (f'{PHASE}rounds = true\nmethod = "qupel"', "phase 1.rounds: a whole number from 0 on is needed, not True"),
+        (
+            f'{PHASE}rounds = 2\nmethod = "local"\nquantizer = {{name = "prox", lamm = 3}}',
+            "phase 1.quantizer: unknown key 'lamm'; did you mean 'lam'",
+        ),
+        (f'{PHASE}rounds = 2\nmethod = "local"\nquantizer = {{lam = 3}}', "phase 1.quantizer: a name is missing"),
+        (f'{PHASE}rounds = 2\nmethod = "local"\nquantizer = "lsqq"', "phase 1.quantizer: unknown quantizer 'lsqq'"),
+        (f'{PHASE}rounds = 2\nmethod = "local"\nserver = "meen"', "phase 1.server: unknown server 'meen' (did you"),
+        (f'{PHASE}rounds = 2\nmethod = "fedavg"\nlambda_p = 3', "phase 1: unknown key 'lambda_p'"),
+        (f'{PHASE}rounds = 2\nmethod = "fedavg"\neta1 = "x"', "phase 1.eta1: input should be an object, not 'x'"),
+        ("[methods.A]\nphases = [3]", "methods.A.phases: phase 1: a table is needed, not 3"),
+        ("[methods.A]\nphases = []", "methods.A.phases: at least one"),
+        ('[methods.A]\nmethod = "dito"', "methods.A: method: unknown method 'dito' (did you mean ditto"),
+        ('[methods.A]\nmethod = {name = "ditto", lamda = 1}', "methods.A: method: unknown key 'lamda'"),
+        ('[methods.A]\nmethod = {eta1 = 1}', "methods.A: method: a name is missing"),
+        ('[methods.A]\nmethod = "ditto"\nquantizer = "lsqq"', "methods.A: quantizer: unknown quantizer 'lsqq'"),
+        ('[methods.A]\nmethod = "ditto"\nserver = {name = "fedavgm", momentun = 1}', "methods.A: server: unknown key"),
+        ('[methods.A]\nmethod = 3', "methods.A.method: "),
+        (
+            '[methods.A]\nmethod = {name = "ditto", quantizer = "lsq"}\nquantizer = "prox"',
+            "methods.A: quantizer: method ditto has one in its table",
+        ),
+        ('[methods.A]\nrecipe = "qupel"\nserver = "fedavgm"', "methods.A: quantizer and server go with method; recipe"),
+        ('[model]\nname = "nowhere:Net"\n' + BASE, "model.name: network 'nowhere:Net': no module 'nowhere'"),
+        ('[model]\nlevels = "row"\n' + BASE, "model.levels: input should be 'layer' or 'channel', not 'row'"),
+        ('[task]\nloss = "msee"\n' + BASE, "task.loss: unknown loss 'msee' (did you mean mse"),
+        ('[task]\nmetrics = ["top6"]\n' + BASE, "task.metrics: unknown metric 'top6' (did you mean top5"),
     ],
 )
 def test_files_that_are_no_config(text, says):
@@ -158,21 +196,55 @@ def test_phases_written_out():
     eta1 = {start = 0.1, decay = 0.9}
     lambda_p = 1
     optimizer = {name = "adam", beta1 = 0.8}
-    quantizer = {lam = {travel = 2.0}, lam_c = {follow = 0.1}, eta2 = 1e-3, mode = "soft"}
+    quantizer = {name = "prox", lam = {travel = 2.0}, lam_c = {follow = 0.1}, eta2 = 1e-3, mode = "soft"}
+    server = {name = "fedavgm", momentum = 0.8}
     [[methods.Own.phases]]
     rounds = 2
-    method = "binaryrelax"
-    lam = inf
+    method = "local"
+    quantizer = {name = "binaryrelax", lam = inf}
     """
     first, second, third = parse(text=text).methods["Own"].phases
     assert first.method == FedAvg(eta1=Schedule(0.05))
+    assert first.server == Mean()
     assert second.rounds == 4
     assert second.method.eta1 == Schedule(0.1, decay=0.9)
     assert second.method.lambda_p == Schedule(1)
     assert second.method.optimizer == Adam(beta1=0.8)
     assert second.method.quantizer.lam == Travel(2.0)
     assert second.method.quantizer.eta2 == Schedule(1e-3)
-    assert third.method.lam(1) == math.inf
+    assert second.method.quantizer.lam_c == Follow(0.1)
+    assert second.method.quantizer.mode == "soft"
+    assert second.server == FedAvgM(momentum=0.8)
+    assert isinstance(third.method, Local)
+    assert third.method.quantizer.lam(1) == math.inf
+
+
+def test_the_table_of_a_phase_gives_it_again():
+    for phase in (*parse(text=WRITTEN).methods["M"].phases, *(p for name in recipes for p in preset(name))):
+        assert phase_from(phase.table(), "phase") == phase
+
+
+def test_one_method_with_a_quantizer_and_a_server_in_place_of_a_recipe():
+    """What the method's table leaves out comes from the settings."""
+    text = """
+    rounds = 4
+    [settings]
+    eta1 = 0.3
+    weight_decay = 1e-3
+    [methods.A]
+    method = "ditto"
+    quantizer = "lsq"
+    server = {name = "fedavgm", momentum = 0.7}
+    [methods.B]
+    method = {name = "local", eta1 = 0.2, quantizer = {name = "proxquant", lam = 0.5}}
+    """
+    config = parse(text=text)
+    (a,), (b,) = (experiment.build_job(config, cell).phases for cell in experiment.cells(config))
+    assert (type(a.method).__name__, a.method.quantizer, a.server) == ("Ditto", LSQ(), FedAvgM(momentum=0.7))
+    assert (a.rounds, a.method.eta1.start, a.method.optimizer) == (4, 0.3, SGD(weight_decay=1e-3))
+    assert a.method.eta1.cosine > 0  # over the whole run
+    assert (b.method.eta1, b.method.optimizer, b.server) == (Schedule(0.2), SGD(weight_decay=1e-3), Mean())
+    assert b.method.quantizer == ProxQuant(lam=Schedule(0.5))
 
 
 WRITTEN = """
@@ -181,12 +253,14 @@ method = "qupel"
 rounds = 2
 eta1 = {start = 0.1, drops = [1, 3]}
 optimizer = {name = "adam", beta1 = 0.8}
-quantizer = {lam = {travel = 0.5}, lam_c = {follow = 0.1}, eta2 = 0.01}
+quantizer = {name = "prox", lam = {travel = 0.5}, lam_c = {follow = 0.1}, eta2 = 0.01}
+server = {name = "fedadam", beta1 = 0.5}
 [[methods.M.phases]]
-method = "binaryrelax"
+method = "local"
 rounds = 1
-lam = inf
+quantizer = {name = "binaryrelax", lam = inf}
 """
+COMPOSED = '[methods.M]\nmethod = {name = "ditto", eta1 = 0.2}\nquantizer = "lsq"\nserver = {name = "fedavgm"}\n'
 
 
 def test_drops_of_a_phase_are_a_list():
@@ -194,7 +268,9 @@ def test_drops_of_a_phase_are_a_list():
     assert phase.method.eta1 == Schedule(0.1, drops=(1, 3))
 
 
-@pytest.mark.parametrize("text", [WRITTEN, *(f'[methods.M]\nrecipe = "{name}"\nbits = [2, 32]\n' for name in RECIPES)])
+@pytest.mark.parametrize(
+    "text", [WRITTEN, COMPOSED, *(f'[methods.M]\nrecipe = "{name}"\nbits = [2, 32]\n' for name in recipes)]
+)
 def test_a_config_that_is_sent_is_the_same_config(text):
     """As ranks get it: equal, and with the same keys given."""
     config = parse("split.clients=3", "data.folder=somewhere", text=text)
@@ -213,12 +289,12 @@ def test_examples_in_the_docs_are_configs(page):
         configs.parse(example, page)
 
 
-def test_either_recipe_or_phases():
-    text = '[methods.A]\nrecipe = "local"\nphases = [{rounds = 1, method = "fedavg"}]\n'
-    for t in (text, "[methods.A]\neta1 = 0.1\n"):
-        config = parse(text=t)
-        with pytest.raises(UserError, match="either recipe or phases"):
-            experiment.build_job(config, experiment.cells(config)[0])
+def test_either_a_recipe_or_a_method_or_phases():
+    phases = 'phases = [{rounds = 1, method = "fedavg"}]\n'
+    recipe, method = 'recipe = "local"\n', 'method = "local"\n'
+    for text in (recipe + phases, recipe + method, method + phases, recipe + method + phases, "eta1 = 0.1\n"):
+        with pytest.raises(UserError, match=r"methods\.A: give either recipe, or method, or phases"):
+            parse(text="[methods.A]\n" + text)
 
 
 def test_cells():
@@ -244,15 +320,23 @@ def test_a_job_follows_its_config():
     assert set(chosen.plans[0]) == {"1.weight"}
 
 
+@pytest.mark.parametrize("bits", ["2", "'auto'"])
+def test_levels_scaled_by_channels(bits):
+    over = ("model.name=mlp", f"bits={bits}", "budget='20 KiB'")
+    for given, channels in (((), False), (("model.levels=channel",), True)):
+        job = experiment.build_job(parse(*over, *given), experiment.Cell("QuPeL", 0))
+        assert [plan.channels for plan in job.plans] == [channels] * len(job.plans)
+
+
 # --- presets: MATH.md's table ---
 
-PAPER = Budget(rounds=1750, local_steps=10, epoch_steps=50)  # 350 epochs of 50 steps, tau 10
+PAPER = Length(rounds=1750, local_steps=10, epoch_steps=50)  # 350 epochs of 50 steps, tau 10
 
 
 def preset(name, **over):
     config = parse(text=f'[methods.P]\nrecipe = "{name}"\n')
     method = config.methods["P"]
-    return RECIPES[name].phases(method.model_copy(update=over), PAPER)
+    return find(name).phases(method.model_copy(update=over), PAPER)
 
 
 @pytest.mark.parametrize("name", ["qupel-corrected", "qupel-paper"])
@@ -260,7 +344,9 @@ def test_the_papers_federated_settings(name):
     main, tail = preset(name)
     q, f = main.method, tail.method
     assert isinstance(q, QuPeL)
-    assert isinstance(f, FineTune)
+    assert isinstance(f, QuPeL)
+    assert (type(q.quantizer), type(f.quantizer)) == (Prox, Frozen)
+    assert (q.enters, f.enters) == ("all", "free")
     assert (main.rounds, tail.rounds) == (1500, 250)  # 300 and 50 epochs
     assert q.optimizer == f.optimizer == SGD(weight_decay=1e-4)
     for epoch in (1, 2, 100, 300):
@@ -268,14 +354,14 @@ def test_the_papers_federated_settings(name):
         assert q.quantizer.lam(epoch) == pytest.approx(1e-6 * epoch)
     assert f.eta1(1) == pytest.approx(0.1 * 0.99**300)  # goes on where QuPeL stopped
     assert [q.quantizer.eta2(e) for e in (1, 120, 121, 180, 181)] == pytest.approx([1e-4, 1e-4, 1e-5, 1e-5, 1e-6])
-    assert f.eta2(1) == pytest.approx(1e-6)
+    assert f.quantizer.eta2(1) == pytest.approx(1e-6)
     for method in (q, f):
         assert method.lambda_p(1) == 0.025
         assert method.lambda_p(300) == 0.025
         assert method.coupling == pytest.approx(5.0 * 0.025)  # eta3 lambda_p
     assert q.quantizer.lam_c is None  # the same lambda for the centers
-    assert (q.quantizer.mode, q.quantizer.gradient, q.quantizer.init) == ("hard", "sum", "paper")
-    assert f.gradient == "sum"
+    assert (q.quantizer.mode, q.quantizer.center_gradient, q.quantizer.init) == ("hard", "sum", "paper")
+    assert f.quantizer.center_gradient == "sum"
 
 
 def test_corrected_and_printed_differ_in_signs_and_steps_only():
@@ -287,27 +373,27 @@ def test_corrected_and_printed_differ_in_signs_and_steps_only():
     assert Settings().steps_per_round(10) == 10
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_spends_the_budget(name):
+@pytest.mark.parametrize("name", recipes)
+def test_every_recipe_spends_the_rounds(name):
     phases = preset(name)
     assert sum(p.rounds for p in phases) == PAPER.rounds
 
 
-def test_recipes_are_made_of_their_methods():
-    kinds = {name: [kind for kind, _ in groupby(type(p.method) for p in preset(name))] for name in RECIPES}
-    assert kinds["qupel"] == [FedAvg, QuPeL, FineTune]
-    assert kinds["local"] == [Local, FineTune]
-    assert kinds["fedavg"] == [FedAvg]
-    assert kinds["fedavg-finetune"] == [FedAvg, Local]
-    assert kinds["proxquant"] == [Local, ProxQuant, FineTune]
-    assert kinds["binaryrelax"] == [Local, BinaryRelax]
-    assert kinds["ptq-range"] == kinds["ptq-kmeans"] == [PostTraining]
-    assert math.isinf(preset("binaryrelax")[-1].method.lam(1))
-    assert preset("proxquant")[-1].method.eta2(1) == 0  # its centers never move
-    assert preset("local")[-1].method.lambda_p is None
-    warmups = [preset(name)[0].method.quantize for name in ("local", "proxquant", "binaryrelax")]
-    assert warmups == [False] * 3  # full precision first
-    assert preset("local")[1].method.quantize
+def test_recipes_are_made_of_their_parts():
+    made = {name: [(type(p.method), quantizer_of(p.method)) for p in preset(name)] for name in recipes}
+    kinds = {name: [kind for kind, _ in groupby(found)] for name, found in made.items()}
+    plain, tuned = (Local, "none"), (Local, "frozen")
+    assert kinds["qupel"] == [(FedAvg, "none"), (QuPeL, "prox"), (QuPeL, "frozen")]
+    assert kinds["local"] == [plain, (Local, "prox"), tuned]  # full precision first
+    assert kinds["fedavg"] == [(FedAvg, "none")]
+    assert [kind for kind, _ in kinds["fedavg-finetune"]] == [FedAvg, Local]
+    assert kinds["proxquant"] == [plain, (Local, "proxquant"), tuned]
+    assert kinds["binaryrelax"] == [plain, (Local, "binaryrelax")]
+    assert kinds["ptq-range"] == kinds["ptq-kmeans"] == [(Local, "afterwards")]
+    assert [preset(f"ptq-{init}")[0].method.quantizer.init for init in ("range", "kmeans")] == ["range", "kmeans"]
+    assert math.isinf(preset("binaryrelax")[-1].method.quantizer.lam(1))
+    assert preset("proxquant")[-1].method.quantizer.eta2(1) == 0  # its centers never move
+    assert all(p.server == Mean() for name in recipes for p in preset(name))
 
 
 @pytest.mark.parametrize(

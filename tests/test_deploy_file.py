@@ -404,10 +404,10 @@ def test_zstd_bombs_are_refused():
 
 
 def test_a_named_model_is_checked_before_it_is_built():
-    """A file that claims inputs of 10^9 numbers must not make an MLP for them."""
+    """A file that claims inputs of 10^7 numbers must not make an MLP for them."""
     head, data = parts()
     described = json.loads(head["__metadata__"]["qupel"])
-    huge = described["about"] | {"input_shape": [1000, 1000, 1000]}
+    huge = described["about"] | {"input_shape": [1000, 1000, 10]}
     packed = loads(rebuilt(head, data, described | {"about": huge}))
     with pytest.raises(FormatError, match="in the file"):
         packed.model()

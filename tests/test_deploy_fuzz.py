@@ -13,12 +13,15 @@ import torch
 from qupel.core.codebook import start_codebook
 from qupel.core.layout import Layout
 from qupel.deploy import About, FormatError, zstd
+from qupel.deploy.commands import _tell
 from qupel.deploy.file import dumps, loads, pack_model
 from qupel.tasks import zoo as models
 from qupel.util.errors import UserError
+from qupel.util.terminal import out
 
 ODD = [-1, 0, 1, 2, 3, 7, 8, 255, 256, 257, 2**31, 2**32, 2**63, 2**64, 10**30, 10**400, 0.5, 1e308, True, None, ""]
 ODD += ["F32", "U8", "BOOL", "\x1b[2J", "a" * 300, [], {}, [0], [1, 2], [0, 10**12], [2**31] * 8, [[]], {"a": 1}]
+ODD += ["z" * 200_000, "[red]", "a\n=b", {f"k{i}": i for i in range(5_000)}, [0] * 5_000, {"k" * 5_000: 1}]
 
 
 def originals() -> list[bytes]:
@@ -134,6 +137,10 @@ def outcome(content: bytes) -> str:
     assert loads(dumps(packed)).names == packed.names
     with contextlib.suppress(UserError):  # the head may name a network that the file does not hold
         packed.model()
+    with out.capture() as told:  # what `inspect` says of it
+        _tell(packed.about)
+    assert len(told.get()) < 5_000
+    assert told.get().replace("\n", "").isprintable()
     return "sound"
 
 

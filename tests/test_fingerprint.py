@@ -140,7 +140,7 @@ CHANGES = {
     "loss": F.multi_margin_loss,
     "data": blobs(seed=1)[0],
     "parts": blobs()[1][::-1],
-    "plans": [{}] * 4,
+    "plans": [Plan()] * 4,
     "phases": [Phase(FedAvg(), 8)],
     "seed": 1,
     "local_steps": 4,
@@ -153,7 +153,10 @@ CHANGES = {
     "on_bad_upload": "stop",
     "transform": Transform(torch.tensor([0.5]), torch.tensor([0.5])),
     "names": ("a", "b", "c", "d"),
-    "diagnostics": "cheap",
+    "diagnostics": Diagnostics("cheap"),
+    "networks": {"wide": wide_mlp()},
+    "network": ("", "", "", ""),
+    "metrics": {"top5": top5},
 }
 
 

@@ -16,6 +16,7 @@ from work import Prepared, Work, prepare
 from qupel.core.layout import Layout
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import one_round
+from tiny import beginning
 
 ROUNDS = 3
 
@@ -29,11 +30,11 @@ def test_rounds_are_those_of_plain_pytorch(tmp_path, bits, stacked):
     job = replace(job_of(prepared), stacked=stacked)
     module = prepared.module()
     layout = Layout.of(module)
-    w = expected = layout.flatten(module)
+    shared, expected = beginning(job), layout.flatten(module)
     states = [first_state(module, bits) for _ in range(work.clients)] if bits < 32 else []
     with Inline(job) as engine:
         for r in range(ROUNDS):
-            w, *_ = one_round(job, engine, r, w)
+            shared, *_ = one_round(job, engine, r, shared)
             uploads = []
             for client in range(work.clients):
                 layout.load(module, expected)
@@ -47,9 +48,9 @@ def test_rounds_are_those_of_plain_pytorch(tmp_path, bits, stacked):
                     module.load_state_dict(own)
                 uploads.append(layout.flatten(module))
             expected = torch.stack(uploads).double().mean(0).float()
-            torch.testing.assert_close(w, expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(shared.w[0], expected, rtol=1e-4, atol=1e-6)
         for client, (x, centers) in enumerate(states):
-            state = engine.shard.state(client, 0, w)
+            state = engine.shard.state(client, 0, shared.w)
             for slot in layout.slots:
                 torch.testing.assert_close(slot.view(state.x), x[slot.name], rtol=1e-3, atol=1e-5)
             for slot, c in state.codebook:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qupel.core.codebook import Codebook
+from qupel.core.codebook import Codebook, Plan
 from qupel.core.layout import Layout
 from qupel.core.optim import SGD, Adam
 from qupel.core.schedule import Clock, Schedule, Travel
@@ -15,7 +15,10 @@ from qupel.data.batches import rows
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.parts.base import State
+from qupel.parts.methods import methods
 from qupel.parts.methods.base import Alone
+from qupel.parts.methods.ditto import Ditto
+from qupel.parts.methods.fedprox import FedProx
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
@@ -23,8 +26,8 @@ from qupel.parts.phase import Phase
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
 from qupel.parts.quantizers.proxquant import ProxQuant
-from qupel.tasks.task import ModuleTask
-from tiny import QUANTIZER, blobs, make_job, mlp, run_inline, same
+from qupel.tasks.task import Evaluated, ModuleTask, Problem
+from tiny import QUANTIZER, beginning, blobs, make_job, mlp, run_inline, same
 
 
 def torch_training(job, client, optimizer, steps):
@@ -40,6 +43,16 @@ def torch_training(job, client, optimizer, steps):
     return Layout.of(module).flatten(module)
 
 
+PLAIN = {
+    "local": Local(),
+    "qupel": QuPeL(lambda_p=Schedule(0.0)),
+    "fedavg": FedAvg(),
+    "fedprox": FedProx(mu=Schedule(0.0)),
+    "ditto": Ditto(lambda_p=Schedule(0.0)),
+    "frozen": Local(quantizer=Frozen()),
+}
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -49,54 +62,43 @@ def torch_training(job, client, optimizer, steps):
     ],
     ids=["sgd", "momentum", "adam"],
 )
-@pytest.mark.parametrize("method", [*methods, "tuning"])
-def test_no_codebook_and_no_pull_is_the_plain_optimizer(ours, theirs, method):
-    """Every method that has an optimizer reduces to it with one client in one round, whatever its quantizer; the whole
-    engine against torch.optim."""
-    cls = Local if method == "tuning" else methods[method]
-    known = {f.name for f in fields(cls)}
-    if "optimizer" not in known:
-        pytest.skip(f"{method} has steps of its own")
-    given = {"optimizer": ours, **{name: Schedule(0.0) for name in PULLS & known}}
-    given |= {"quantizer": Frozen()} if method == "tuning" else {}
-    job = make_job([Phase(cls(eta1=Schedule(0.1), **given), 1)], sizes=(12,), bits=(32,), local_steps=20)
+@pytest.mark.parametrize("name", PLAIN)
+def test_no_codebook_and_no_pull_is_the_plain_optimizer(ours, theirs, name):
+    """All of them reduce to it (FedAvg with one client and one round); the whole engine against torch.optim."""
+    method = replace(PLAIN[name], eta1=Schedule(0.1), optimizer=ours)
+    job = make_job([Phase(method, 1)], sizes=(12,), bits=(32,), local_steps=20)
     finished, models = run_inline(job)
     expected = torch_training(job, 0, theirs, 20)
     torch.testing.assert_close(models[0], expected, rtol=1e-5, atol=1e-6)
     assert (expected - Layout.of(mlp()).flatten(mlp())).abs().max() > 0.05
-    if method == "fedavg":
+    if name == "fedavg":
         assert same(finished.w, models)
-
-
-PULLS = {"lambda_p", "mu"}  # what ties a client's model to the others'
 
 
 def steps(method, state, count=25):
     """Free steps on the tiny MLP's real gradient."""
     task = ModuleTask(mlp(), F.cross_entropy)
+    problem = Problem(task, task)
     data, _ = blobs((40,))
     batch = data.train.inputs, data.train.targets
     for k in range(count):
-        state = method.step(state, task, batch, Clock(k, count, 5))
+        state, _ = method.step(state, problem, batch, Clock(k, count, 5))
     return state
 
 
 def start(method, plan):
-    layout = Layout.of(mlp())
-    x = layout.flatten(mlp())
-    return method.start(State(x, x), plan, layout)
+    task = ModuleTask(mlp(), F.cross_entropy)
+    x = task.layout.flatten(mlp())
+    return method.start(State(x, x), Plan(plan), Problem(task, task))
 
 
 @pytest.mark.parametrize("lam", [Travel(1.0), Schedule(growth=0.05)])
 @pytest.mark.parametrize("levels", [2, 4])
 def test_algorithm_1_with_fixed_centers_is_proxquant(lam, levels):
     """eta2 = 0 and the same centers: equal bits."""
-    proxquant = ProxQuant(eta1=Schedule(0.2, decay=0.9), lam=lam, optimizer=SGD(momentum=0.5))
-    local = Local(
-        eta1=Schedule(0.2, decay=0.9),
-        optimizer=SGD(momentum=0.5),
-        quantizer=replace(QUANTIZER, eta2=Schedule(0.0), lam=lam, lam_c=Schedule(0.0)),
-    )
+    common = {"eta1": Schedule(0.2, decay=0.9), "optimizer": SGD(momentum=0.5)}
+    proxquant = Local(**common, quantizer=ProxQuant(lam=lam))
+    local = Local(**common, quantizer=replace(QUANTIZER, eta2=Schedule(0.0), lam=lam, lam_c=Schedule(0.0)))
     first = start(proxquant, {"2.weight": levels})
     a, b = steps(proxquant, first), steps(local, first)
     assert torch.equal(a.x, b.x)
@@ -119,7 +121,7 @@ def test_qupel_without_pull_is_algorithm_1_per_client(mode):
     assert [{k: v for k, v in line.items() if k not in drop} for line in a.lines] == [
         {k: v for k, v in line.items() if k not in drop} for line in b.lines
     ]
-    assert torch.equal(b.w, Layout.of(mlp()).flatten(mlp()))  # nothing pulls w either
+    assert same(b.w, beginning(jobs[1]).w)  # nothing pulls w either
 
 
 def test_no_codebook_is_full_precision_qupel():
@@ -136,11 +138,12 @@ def test_no_codebook_is_full_precision_qupel():
             for step in range(3 * r, 3 * r + 3):
                 owned = job.parts[i].train_rows
                 picked = torch.as_tensor(owned[rows(0, i, step, len(owned), 4)])
-                g = task(x[i].float(), (job.data.train.inputs[picked], job.data.train.targets[picked])).double()
+                batch = job.data.train.inputs[picked], job.data.train.targets[picked]
+                g = task.gradient(x[i].float(), batch).gradient.double()
                 x[i] = x[i] - 0.1 * (g + 0.1 * (x[i] - local[i]))
                 local[i] = local[i] + 0.2 * (x[i] - local[i])
         w = (local[0] + local[1]) / 2
-    torch.testing.assert_close(finished.w, w.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(finished.w[0], w.float(), rtol=1e-4, atol=1e-5)
     for got, expected in zip(models, x, strict=True):
         torch.testing.assert_close(got, expected.float(), rtol=1e-4, atol=1e-5)
 
@@ -149,7 +152,7 @@ def test_identical_clients_stay_identical():
     """Same data, same bits, whole batches: x_i and w_i stay equal, but for the order of the samples in a sum."""
     data, parts = blobs((10,))
     method = QuPeL(eta3=Schedule(1.25), lambda_p=Schedule(0.1), quantizer=QUANTIZER)
-    tune = FineTune(eta2=Schedule(1e-2), lambda_p=Schedule(0.1), eta3=Schedule(1.25))
+    tune = replace(method, quantizer=Frozen(eta2=Schedule(1e-2)), enters="free")
     job = make_job([Phase(method, 4), Phase(tune, 2)], bits=(2,), data=(data, parts * 3), batch=10)
     with Inline(job) as engine:
         finished = run(job, engine)
@@ -162,7 +165,7 @@ def test_identical_clients_stay_identical():
     one = make_job([Phase(method, 4), Phase(tune, 2)], bits=(2,), data=(data, parts), batch=10)
     alone, (model,) = run_inline(one)  # and equal to the federation of one
     torch.testing.assert_close(models[0], model[: len(models[0])], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(finished.w, alone.w, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(finished.w[0], alone.w[0], rtol=1e-5, atol=1e-6)
 
 
 def test_identical_clients_with_one_sample_are_identical_bits():
@@ -174,7 +177,7 @@ def test_identical_clients_with_one_sample_are_identical_bits():
     assert torch.equal(models[0], models[2])
     alone, (model,) = run_inline(make_job([Phase(method, 5)], bits=(2,), data=(data, parts)))
     assert torch.equal(model, models[0])
-    torch.testing.assert_close(finished.w, alone.w, rtol=1e-6, atol=1e-7)  # the mean of three equal floats rounds
+    torch.testing.assert_close(finished.w[0], alone.w[0], rtol=1e-6, atol=1e-7)  # the mean of three equal floats rounds
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -184,7 +187,7 @@ def test_fedavg_is_the_mean_of_its_clients_models(weighted):
     finished, _ = run_inline(job)
     trained = [torch_training(job, i, lambda p: torch.optim.SGD(p, 0.2), 5).numpy() for i in range(3)]
     expected = np.average(np.stack(trained).astype(np.float64), axis=0, weights=sizes if weighted else None)
-    np.testing.assert_allclose(finished.w.numpy(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(finished.w[0].numpy(), expected, rtol=1e-5, atol=1e-6)
     other = np.average(np.stack(trained).astype(np.float64), axis=0, weights=None if weighted else sizes)
     assert np.abs(other - expected).max() > 1e-3
 
@@ -197,11 +200,12 @@ def test_fedavg_then_local_is_local_training_from_the_average():
     assert same(finished.w, average.w)
     task = ModuleTask(mlp(), F.cross_entropy)
     for i in range(4):
-        x = average.w
+        x = average.w[0]
         for step in range(9, 15):
             owned = tuned.parts[i].train_rows
             picked = torch.as_tensor(owned[rows(0, i, step, len(owned), 4)])
-            x = torch.add(x, task(x, (tuned.data.train.inputs[picked], tuned.data.train.targets[picked])), alpha=-0.1)
+            batch = tuned.data.train.inputs[picked], tuned.data.train.targets[picked]
+            x = torch.add(x, task.gradient(x, batch).gradient, alpha=-0.1)
         torch.testing.assert_close(models[i], x, rtol=1e-5, atol=1e-6)
 
 
@@ -222,6 +226,16 @@ def test_travel_0_and_full_tracking_off_is_the_plain_optimizer_with_a_codebook_o
 # --- the sign of the w step ---
 
 
+class Level:
+    """f = 0."""
+
+    def gradient(self, x, batch, slots=None):
+        return Evaluated(torch.zeros_like(x), 0.0, x[:0])
+
+
+FLAT = Problem(Level(), Level())
+
+
 @pytest.mark.parametrize(("as_printed", "factor"), [(True, 1.125), (False, 0.875)])
 def test_the_printed_w_step_diverges_and_the_corrected_one_contracts(as_printed, factor):
     """|w - x| grows as 1.125^t at the paper's eta3 = 5 and lambda_p = 0.025, and shrinks as 0.875^t with descent."""
@@ -229,7 +243,7 @@ def test_the_printed_w_step_diverges_and_the_corrected_one_contracts(as_printed,
     x = torch.zeros(3).double()
     s = State(x, torch.tensor([1.0, -2.0, 0.5]).double(), Codebook())
     for t in range(1, 40):
-        s = method.step(s, lambda v, *_: torch.zeros_like(v), None, Clock(0, 1, 1))
+        s, _ = method.step(s, FLAT, None, Clock(0, 1, 1))
         torch.testing.assert_close(s.w, torch.tensor([1.0, -2.0, 0.5]).double() * factor**t)
 
 
@@ -244,7 +258,7 @@ def test_the_printed_center_rule_drives_centers_away():
         s = State(x, x, Codebook((slot,), (torch.tensor([-0.04, 0.04]).double(),)))
         method = Local(eta1=Schedule(0.0), quantizer=q)
         for _ in range(400):
-            s = method.step(s, lambda v, *_: torch.zeros_like(v), None, Clock(0, 1, 1))
+            s, _ = method.step(s, FLAT, None, Clock(0, 1, 1))
         c = s.codebook.centers[0]
         ends[rule] = float((x[:, None] - c).abs().min(1).values.sum() / 2)
     least = float((x.abs() - x.abs().median()).abs().sum() / 2)
@@ -253,12 +267,12 @@ def test_the_printed_center_rule_drives_centers_away():
     assert ends["paper"] > 3 * least
 
 
-def test_methods_that_do_not_communicate_send_nothing():
-    alone = (Local(), Local(quantizer=ProxQuant()), Local(quantizer=BinaryRelax()), Local(quantizer=Afterwards()))
-    w = torch.zeros(3)
-    for method in alone:
-        assert isinstance(method, Alone)
-        s = State(torch.ones(3), torch.ones(3))
-        assert method.upload(s) is None
-        assert method.receive(s, w) is s
-        assert method.aggregate(w, []) is w
+@pytest.mark.parametrize("name", [name for name in methods if issubclass(methods[name], Alone)])
+def test_methods_that_do_not_communicate_send_nothing(name):
+    method, w = methods[name](), (torch.zeros(3),)
+    s = State(torch.ones(3), torch.ones(3))
+    assert method.upload(s) is None
+    assert method.receive(s, w) is s
+    assert method.broadcast(w[0]) == w
+    job = make_job([Phase(method, 2)])
+    assert same(run_inline(job)[0].w, beginning(job).w)

@@ -11,13 +11,14 @@ from qupel.core.layout import Layout
 from qupel.core.schedule import Clock, Schedule, Travel, half_gap, weight_pull
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import one_round, run
+from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.prox import Prox
 from qupel.run.recipes import RECIPES, Budget, Settings
-from tiny import make_job, run_inline
+from tiny import beginning, make_job, run_inline, same
 
 QUPEL = QuPeL(eta1=Schedule(0.1, cosine=12), quantizer=Prox(eta2=Schedule(0.0), lam=Travel(1.0)))
 CENTERS = torch.tensor([-0.5, 0.1, 0.5])
@@ -66,7 +67,7 @@ def test_step_sizes_end_with_the_run_whatever_the_share():
 
 
 def test_diagnostics_tell_the_travel_that_was_made():
-    job = make_job([Phase(QUPEL, 12)], sizes=(8,) * 6, bits=(2,), sample=0.5, diagnostics="cheap", evaluate_every=5)
+    job = make_job([Phase(QUPEL, 12)], sizes=(8,) * 6, bits=(2,), sample=0.5, diagnostics=Diagnostics("cheap"), evaluate_every=5)
     finished, _ = run_inline(job)
     for line in finished.lines:
         made = [travel_of(job, client, range(line["round"])) for client in range(6)]
@@ -77,14 +78,14 @@ def test_diagnostics_tell_the_travel_that_was_made():
 def test_a_late_client_starts_from_the_newest_w():
     job = make_job([Phase(QUPEL, 30)], sizes=(8,) * 8, bits=(2, 32), sample=0.25)
     with Inline(job) as engine:
-        w, drawn = Layout.of(job.module).flatten(job.module), set()
+        shared, drawn = beginning(job), set()
         for r in range(30):
             late = [i for i in job.cohort(r) if i not in drawn]
             for i in late:
-                assert torch.equal(engine.shard.state(i, 0, w).x, w)
+                assert torch.equal(engine.shard.state(i, 0, shared.w).x, shared.w[0])
             drawn.update(job.cohort(r))
-            before = w
-            w, *_ = one_round(job, engine, r, w)
+            before = shared.w[0]
+            shared, *_ = one_round(job, engine, r, shared)
             if late and r:
                 assert not torch.equal(before, engine.shard.initial)
             if len(drawn) == 8:
@@ -101,17 +102,17 @@ def test_a_late_client_that_trains_alone_starts_from_its_first_model():
 
 
 def test_clients_that_are_never_drawn_ship_the_shared_model_and_are_counted():
-    phases = [Phase(QUPEL, 4), Phase(FineTune(lambda_p=Schedule(0.1)), 2)]
+    phases = [Phase(QUPEL, 4), Phase(QuPeL(lambda_p=Schedule(0.1), enters="free", quantizer=Frozen()), 2)]
     job = make_job(phases, sizes=(8,) * 20, bits=(2,), sample=0.1, evaluate_every=1)
     never = [set(range(20)) - {i for r in range(k) for i in job.cohort(r)} for k in range(1, 7)]
     assert never[-1]
     layout = Layout.of(job.module)
     with Inline(job) as engine:
         finished = run(job, engine)
-        codebook = start_codebook(layout, finished.w, plan_bits(layout, 2), "paper")
+        codebook = start_codebook(layout, finished.w[0], plan_bits(layout, 2), "paper")
         for i in never[-1]:
             model = engine.deployed(5, finished.w, i)
-            assert torch.equal(model.x, codebook.hard(finished.w))
+            assert torch.equal(model.x, codebook.hard(finished.w[0]))
     assert [line.get("never_took_part", 0) for line in finished.lines] == [len(n) for n in never]
     assert "never_took_part" not in run_inline(replace(job, sample=1.0))[0].lines[-1]
 

@@ -189,7 +189,7 @@ def test_what_is_no_number_is_a_dash():
 
 def test_latex_and_markdown_keep_special_characters_apart():
     head, body = ["method", "50%"], [["a|b & $x_1$ ~^\\{", "1.0 ± 0.2"]]
-    assert tables.markdown(head, body).splitlines()[2] == "| a\\|b & $x_1$ ~^\\{ | 1.0 ± 0.2 |"
+    assert tables.markdown(head, body).splitlines()[2] == "| a\\|b & $x_1$ ~^\\\\{ | 1.0 ± 0.2 |"
     tex = tables.latex(head, body)
     assert r"method & 50\% \\" in tex
     assert r"a|b \& \$x\_1\$ \textasciitilde{}\textasciicircum{}\textbackslash{}\{ & 1.0 $\pm$ 0.2 \\" in tex

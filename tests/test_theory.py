@@ -29,6 +29,7 @@ from qupel.paper.theory import (
     theorem2_sharp,
     theorem2_steps,
 )
+from qupel.parts.base import Info
 from qupel.parts.quantizers.prox import Prox
 from qupel.util.errors import UserError
 
@@ -201,9 +202,9 @@ def test_steps_come_from_constants_that_bound_the_change_of_gradients(seed):
         Codebook(slots, ((1.6 * torch.rand(4, generator=rng, dtype=torch.float64) - 0.8).sort().values,))
         for _ in range(2)
     )
-    in_x = [q.add_weight_gradient(f(v), f, v, c, NO_BATCH) for v in (x, y)]
+    in_x = [q.gradient(v, c, f, NO_BATCH, clock).gradient for v in (x, y)]
     assert (in_x[0] - in_x[1]).norm() <= steps.L_x * (x - y).norm()
-    in_c = [q.center_gradient(f, x, book, book.nearest(x), NO_BATCH, clock)[0] for book in (c, d)]
+    in_c = [q.center_gradients(x, book, book.nearest(x), f, NO_BATCH, clock, Info())[0][0] for book in (c, d)]
     assert (in_c[0] - in_c[1]).norm() <= steps.L_c * (c.centers[0] - d.centers[0]).norm()
 
 

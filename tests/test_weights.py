@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 
-from qupel.core.codebook import Codebook, plan_bits
+from qupel.core.codebook import Codebook, Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.engine.weights import BINS, histogram, shown_clients, told
-from qupel.parts.methods.base import Deployed
+from qupel.parts.base import Deployed
 from tiny import local, make_job, mlp, recipe, run_inline
 
 LAYER = "2.weight"  # of tiny.mlp
@@ -34,8 +34,8 @@ def test_one_client_of_each_plan_is_shown():
     layout = Layout.of(mlp())
     plans = [plan_bits(layout, b) for b in (32, 2, 3, 2, 32, 3, 1)]
     assert shown_clients(plans) == {1, 2, 6}
-    assert shown_clients([{"a": k} for k in range(1, 100)]) == set(range(6))  # not thousands
-    assert shown_clients([{}, {}]) == set()
+    assert shown_clients([Plan({"a": k}) for k in range(1, 100)]) == set(range(6))  # not thousands
+    assert shown_clients([Plan(), Plan()]) == set()
 
 
 def test_told_reads_and_never_writes():

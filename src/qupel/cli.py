@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +20,17 @@ from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
 from qupel.report.commands import report
 from qupel.util.errors import UserError
-from qupel.util.terminal import Watcher, err, leave_quietly, number_table, out, speak_plainly, stop_requests
+from qupel.util.terminal import (
+    Watcher,
+    err,
+    leave_quietly,
+    number_table,
+    out,
+    plain,
+    shown,
+    speak_plainly,
+    stop_requests,
+)
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
@@ -175,7 +186,7 @@ def _experiment(
     from qupel.run import experiment
 
     if data is not None:
-        overrides = [*overrides, f'data.folder="{data}"']
+        overrides = [*overrides, _folder(data)]
     config = (
         configs.parse(embedded, "demo", overrides, defaults)
         if path is None
@@ -204,6 +215,11 @@ def _experiment(
     _show(results, folder, config.split.kind == "one", time.monotonic() - began)
 
 
+def _folder(data: Path) -> str:
+    """The override that says where data sets are, whatever characters its name has."""
+    return f"data.folder={json.dumps(str(data), ensure_ascii=False)}"
+
+
 def _rounds(config: Any) -> int:
     return max(sum(p.rounds for p in m.phases) if m.phases else config.rounds for m in config.methods.values())
 
@@ -221,20 +237,20 @@ def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float
     out.print(number_table(head, body, f"test accuracy after the last round, mean ± std over {seeds} seed(s)"))
     for text in (note, said):
         if text:
-            out.print(text)
+            out.print(shown(text, 2000))
     if layers := dict.fromkeys(name for r in results for name in r.get("quantized", ())):
-        out.print(f"[dim]quantized: {', '.join(layers)}; all else is full precision[/dim]", highlight=False)
+        out.print(f"[dim]quantized: {shown(', '.join(layers), 400)}; all else is full precision[/dim]", highlight=False)
     engines = {r["label"]: r["engine"] for r in results if "engine" in r}
     for stacked, how in ((True, "in stacks"), (False, "one by one, stacks gain too little")):
         chosen = {k: e["ratio"] for k, e in engines.items() if e["stacked"] == stacked and (stacked or e["ratio"])}
         told = ", ".join(f"{label} ({ratio:.1f} x)" if ratio else label for label, ratio in chosen.items())
         if told:
-            out.print(f"[dim]clients were trained {how}: {told}[/dim]", highlight=False)
+            out.print(f"[dim]clients were trained {how}: {shown(told, 2000)}[/dim]", highlight=False)
     if not one:
-        out.print(f"[dim]gain: {rows[0].label} minus the method; p: {significance.WORDS}[/dim]")
+        out.print(f"[dim]gain: {shown(rows[0].label)} minus the method; p: {significance.WORDS}[/dim]")
     figures.comparison_picture(results, rows, folder / "summary.png")
-    out.print(f"[dim]{seconds:.0f} s; everything is in {folder}, a picture in summary.png[/dim]")
-    out.print(f"[dim]a page to look at: qupel report {folder} --open[/dim]")
+    out.print(f"[dim]{seconds:.0f} s; everything is in {shown(folder)}, a picture in summary.png[/dim]")
+    out.print(f"[dim]a page to look at: qupel report {shown(folder)} --open[/dim]")
 
 
 @app.command()
@@ -250,7 +266,7 @@ def split(
     from qupel.run import config as configs
     from qupel.run import experiment
 
-    overrides = [*(set or []), *([f'data.folder="{data}"'] if data else [])]
+    overrides = [*(set or []), *([_folder(data)] if data else [])]
     cfg = configs.load(config, overrides) if config else configs.parse(DEMO, "demo", overrides)
     dataset = experiment.load_data(cfg.data.name, cfg.data.folder, cfg.data.limit)
     parts = experiment.split_data(cfg, dataset, seed)
@@ -259,15 +275,15 @@ def split(
     counts = partition.table(parts, dataset.train.targets, dataset.classes)
     table = Table("client", *[str(c) for c in range(dataset.classes)], "train", "valid", "test", padding=(0, 1))
     for i, (row, part) in enumerate(zip(counts, parts, strict=True)):
-        shown = [str(n) if n else "[dim]·[/dim]" for n in row]
+        cells = [str(n) if n else "[dim]·[/dim]" for n in row]
         sizes = (len(part.train_rows), len(part.validation_rows), len(part.test_rows))
-        table.add_row(str(i), *shown, *map(str, sizes))
+        table.add_row(str(i), *cells, *map(str, sizes))
     out.print(table)
     if picture is not None:
         from qupel.report.figures import split_picture
 
         split_picture(counts, dataset.labels, picture)
-        out.print(f"drawn to {picture}")
+        out.print(f"drawn to {shown(picture)}")
 
 
 @app.command()
@@ -320,6 +336,10 @@ app.command("reproduce")(reproduce.reproduce)
 app.add_typer(flower.app, name="flower")
 
 
+def _fail(text: str) -> None:
+    err.print(plain(text, 2000), style="red", highlight=False, soft_wrap=True, markup=False)
+
+
 def main() -> None:
     """User errors: one line, exit code 2. A stop on request: 130. Tracebacks only for bugs."""
     from qupel.engine.rounds import Failed, Stopped
@@ -331,17 +351,17 @@ def main() -> None:
     except BrokenPipeError:  # whoever read this has seen enough, as `head`
         leave_quietly()
     except UserError as e:
-        err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
+        _fail(f"error: {e}")
         sys.exit(2)
     except OSError as e:  # a full disk, a folder that may not be written: the last checkpoint is intact
         where = f" ({e.filename})" if e.filename else ""
-        err.print(f"error: {e.strerror or e}{where}", style="red", highlight=False, soft_wrap=True, markup=False)
+        _fail(f"error: {e.strerror or e}{where}")
         sys.exit(2)
     except (Failed, WorkerDied) as e:
-        err.print(f"error: {e}", style="red", highlight=False, soft_wrap=True, markup=False)
+        _fail(f"error: {e}")
         sys.exit(1)
     except Stopped as e:
-        err.print(f"{e}; go on with --resume and the same --out", highlight=False, soft_wrap=True)
+        err.print(f"{shown(e)}; go on with --resume and the same --out", highlight=False, soft_wrap=True)
         sys.exit(130)
     except KeyboardInterrupt:
         err.print("stopped at once; the last checkpoint is intact: go on with --resume and the same --out")

@@ -3,8 +3,6 @@
 import hashlib
 import logging
 import os
-import zipfile
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.data import checks, images
+from qupel.data import checks, images, npz
 from qupel.util.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -141,6 +139,11 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, limit: int | N
     if key not in _IMAGES:
         raise UserError(f"unknown data set {name!r}; known are {', '.join(AVAILABLE)}")
     return _image_set(key, folder, limit)
+
+
+def is_known(name: str) -> bool:
+    """Whether this is the name of a data set, and not the path of a file."""
+    return _key(name) in {"digits", *_IMAGES}
 
 
 def _key(name: str) -> str:
@@ -273,6 +276,15 @@ NPZ_NAMES = (
 )
 
 
+def _wanted(held: list[str]) -> list[str]:
+    """Of the names in an .npz file those that make a data set."""
+    names = next((names for names in NPZ_NAMES if all(name in held for name in names)), None)
+    if names is None:
+        needed = " or ".join(", ".join(names) for names in NPZ_NAMES)
+        raise UserError(f"holds {', '.join(held[:20]) or 'nothing'}; needed are {needed}")
+    return [*names, *(name for name in ("train_groups", "test_groups", "classes") if name in held)]
+
+
 def from_npz(path: str | os.PathLike[str]) -> Dataset:
     """A data set from the user's `.npz` file (never unpickled).
 
@@ -280,23 +292,8 @@ def from_npz(path: str | os.PathLike[str]) -> Dataset:
     train_groups and test_groups, and the number `classes`. See `from_arrays` for what is allowed in them.
     """
     path = Path(path).expanduser()
-    try:
-        with path.open("rb") as stream:
-            loaded = np.load(stream, allow_pickle=False)
-            if not isinstance(loaded, np.lib.npyio.NpzFile):
-                raise UserError(f"{path}: a single array; a .npz file with {', '.join(NPZ_NAMES[0])} is needed")
-            with loaded as file:
-                held = {key: file[key] for key in file.files}
-    except UserError:
-        raise
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file") from error
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        raise UserError(f"{path}: not a readable .npz file of plain numbers ({images.line(error)})") from error
-    names = next((names for names in NPZ_NAMES if all(name in held for name in names)), None)
-    if names is None:
-        needed = " or ".join(", ".join(names) for names in NPZ_NAMES)
-        raise UserError(f"{path}: holds {', '.join(held) or 'nothing'}; needed are {needed}")
+    held = npz.read(path, _wanted)
+    names = next(names for names in NPZ_NAMES if all(name in held for name in names))
     classes = held.get("classes")
     if classes is not None and (classes.ndim or not np.issubdtype(classes.dtype, np.integer)):
         raise UserError(f"{path}: classes must be one whole number")

@@ -1,14 +1,18 @@
 """Models as files a device can use: packed containers, ONNX, Core ML; running them; planning their size."""
 
-from qupel.deploy.about import About
-from qupel.deploy.budget import BudgetPlan, Planner, plan_budget
-from qupel.deploy.coreml import export_coreml
-from qupel.deploy.file import load, save
-from qupel.deploy.header import FormatError
-from qupel.deploy.onnx import export_onnx
-from qupel.deploy.packed import Packed, empty
-from qupel.deploy.predict import open_model
-from qupel.deploy.runtime import keep_packed
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qupel.deploy.about import About
+    from qupel.deploy.budget import BudgetPlan, Planner, plan_budget
+    from qupel.deploy.coreml import export_coreml
+    from qupel.deploy.file import load, save
+    from qupel.deploy.header import FormatError
+    from qupel.deploy.onnx import export_onnx
+    from qupel.deploy.packed import Packed, empty
+    from qupel.deploy.predict import open_model
+    from qupel.deploy.runtime import keep_packed
 
 __all__ = [
     "About",
@@ -25,3 +29,14 @@ __all__ = [
     "plan_budget",
     "save",
 ]
+
+_HOMES = {"About": "about", "FormatError": "header", "export_coreml": "coreml", "export_onnx": "onnx"}
+_HOMES |= {"BudgetPlan": "budget", "Planner": "budget", "plan_budget": "budget", "load": "file", "save": "file"}
+_HOMES |= {"Packed": "packed", "empty": "packed", "open_model": "predict", "keep_packed": "runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are fetched when they are used: the process that runs foreign files (`confined`) never loads torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'qupel.deploy' has no attribute {name!r}")
+    return getattr(import_module(f"qupel.deploy.{_HOMES[name]}"), name)

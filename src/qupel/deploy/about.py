@@ -8,6 +8,8 @@ from typing import Any
 
 from qupel.deploy.header import FormatError, shape_of
 
+LARGEST_INPUT = 1 << 24  # numbers; whoever uses the file makes room for inputs
+
 
 @dataclass(frozen=True)
 class About:
@@ -51,8 +53,8 @@ class About:
             client=_text(value.get("client", ""), "client"),
             extra=_extra(value.get("extra", {})),
         )
-        if 0 in about.input_shape:
-            raise FormatError("about.input_shape: every dimension must be at least 1")
+        if 0 in about.input_shape or math.prod(about.input_shape) > LARGEST_INPUT:
+            raise FormatError(f"about.input_shape: dimensions of at least 1, at most {LARGEST_INPUT:,} numbers in all")
         if about.labels and len(about.labels) != about.classes:
             raise FormatError(f"about.labels: {len(about.labels)} names for {about.classes} classes")
         if len(about.mean) != len(about.std) or any(s <= 0 for s in about.std):

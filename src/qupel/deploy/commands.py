@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from qupel.util.errors import UserError
+from qupel.util.terminal import out, plain, shown
 
 if TYPE_CHECKING:
     from torch import nn
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from qupel.deploy.formats import Format
     from qupel.deploy.packed import Packed
 
-out = Console()
-
 ModelFile = Annotated[Path, typer.Argument(help="a packed (.safetensors) or ONNX (.onnx) model file")]
 KeepPacked = Annotated[bool, typer.Option("--keep-packed", help="decode weights in every run: less memory, slower")]
+Trust = Annotated[bool, typer.Option("--trust", help="run an ONNX file in this process, whatever it holds and takes")]
+_ROWS = 200  # layers that are shown
 
 
 def _kib(size: int) -> str:
@@ -58,13 +58,13 @@ def export(
         share = size / _dense_bytes(packed)
         budget = packed.about.extra.get("budget")  # travels in the file, where the client had one
         told = ""
-        if isinstance(budget, int) and budget > 0:
+        if isinstance(budget, int) and 0 < budget < 2**63:
             told = f"{size / budget:.0%} of {_kib(budget)}"
             over += [target.name] if size > budget else []
         who = packed.about.client or source.stem
-        table.add_row(escape(who), escape(target.name), f"{size:,}", f"{share:.1%}", told)
+        table.add_row(shown(who), shown(target.name), f"{size:,}", f"{share:.1%}", told)
     out.print(table)
-    out.print(f"[dim]written to {escape(str(folder))}[/dim]")
+    out.print(f"[dim]written to {shown(folder)}[/dim]")
     if over:
         raise UserError(f"{len(over)} of {table.row_count} files are over their client's budget: {', '.join(over[:5])}")
 
@@ -118,23 +118,27 @@ def _dense_bytes(packed: Packed) -> int:
 def inspect(
     file: ModelFile,
     picture: Annotated[Path | None, typer.Option(help="also draw the histograms to this PNG or SVG")] = None,
+    trust: Trust = False,
 ) -> None:
     """Show what is in a model file: layers, bits, centers, bytes, entropy of the codes."""
     from qupel.deploy import inspect as look
 
-    packed, size = look.read(file), file.stat().st_size
+    packed, size = look.read(file, trust), file.stat().st_size
     table = Table("layer", "shape", "m", "bytes", "bits", "entropy", "codes")
-    for row in look.rows(packed):
+    rows = look.rows(replace(packed, layers=packed.layers[:_ROWS]))
+    for row in rows:
         shape = "x".join(map(str, row.shape))
         numbers = (str(len(row.centers)), f"{row.bytes:,}", str(row.bits), f"{row.entropy:.2f}")
-        table.add_row(escape(row.name), shape, *numbers, look.bars(row.counts))
-    plain = sum(value.size for value in packed.rest.values())
-    table.add_row("not quantized", f"{plain:,}", "", f"{sum(v.nbytes for v in packed.rest.values()):,}", "", "", "")
+        table.add_row(shown(row.name), shape, *numbers, look.bars(row.counts))
+    if left := len(packed.layers) - len(rows):
+        table.add_row(f"and {left:,} more", *[""] * 6)
+    numbers, size_of_rest = (sum(getattr(v, what) for v in packed.rest.values()) for what in ("size", "nbytes"))
+    table.add_row("not quantized", f"{numbers:,}", "", f"{size_of_rest:,}", "", "", "")
     out.print(table)
-    for row in look.rows(packed):
-        shown = [f"{c:.3g}" for c in row.centers]
-        text = " ".join(shown if len(shown) <= 8 else [*shown[:4], "...", *shown[-4:]])
-        out.print(f"{escape(row.name)}: {text}", highlight=False)
+    for row in rows:
+        centers = [f"{c:.3g}" for c in row.centers]
+        text = " ".join(centers if len(centers) <= 8 else [*centers[:4], "...", *centers[-4:]])
+        out.print(f"{shown(row.name)}: {text}", highlight=False)
     dense = _dense_bytes(packed)
     more = 100 * (size / max(1, packed.floor) - 1)
     out.print(f"{size:,} bytes ({_kib(size)}), {dense / size:.1f} times smaller than fp32", highlight=False)
@@ -142,13 +146,14 @@ def inspect(
     _tell(packed.about)
     if picture is not None:
         look.picture(packed, picture)
-        out.print(f"drawn to {escape(str(picture))}")
+        out.print(f"drawn to {shown(picture)}")
 
 
 def _tell(about: About) -> None:
     known = {"model": about.model, "input": "x".join(map(str, about.input_shape)), "client": about.client}
-    known |= {k: str(v) for k, v in about.extra.items()}
-    out.print(escape(", ".join(f"{k} {v}" for k, v in known.items() if v)), highlight=False)
+    known |= about.extra
+    told = [f"{plain(k, 40)} {plain(v, 80)}" for k, v in known.items() if v or v == 0]
+    out.print(shown(", ".join(told), 2000), highlight=False)
 
 
 # --- predict, eval ---
@@ -159,23 +164,24 @@ def predict(
     inputs: Annotated[Path, typer.Argument(help="an image, a folder of images, a .npz or a .csv file")],
     top: Annotated[int, typer.Option(min=1, help="how many classes to show")] = 1,
     keep_packed: KeepPacked = False,
+    trust: Trust = False,
 ) -> None:
     """Print what the model sees in images or rows of numbers; of a model without classes its outputs."""
     from qupel.deploy.predict import open_model, probabilities, read_inputs
 
-    model = open_model(file, keep_packed=keep_packed)
+    model = open_model(file, keep_packed=keep_packed, trust=trust)
     names, values = read_inputs(inputs, model)
     labels = model.about.labels
     for start in range(0, len(names), 256):
         outputs = model.run(values[start : start + 256])
         classes = bool(model.about.classes) and outputs.ndim == 2
-        for name, p in zip(names[start:], probabilities(outputs) if classes else outputs, strict=False):
+        for name, p in zip(names[start:], probabilities(outputs, len(labels)) if classes else outputs, strict=False):
             if classes:
                 best = p.argsort()[::-1][:top]
-                said = ", ".join(f"{labels[k] if labels else k} {100 * p[k]:.1f} %" for k in best)
+                said = ", ".join(f"{shown(labels[k], 60) if labels else k} {100 * p[k]:.1f} %" for k in best)
             else:
                 said = ", ".join(f"{value:.6g}" for value in p.reshape(-1))
-            out.print(f"{escape(name)}: {escape(said)}", highlight=False, soft_wrap=True)
+            out.print(f"{shown(name)}: {said}", highlight=False, soft_wrap=True)
 
 
 def evaluate_file(
@@ -184,12 +190,12 @@ def evaluate_file(
     folder: Annotated[Path | None, typer.Option("--folder", help="folder of data sets (else QUPEL_DATA)")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="only the first samples")] = None,
     keep_packed: KeepPacked = False,
+    trust: Trust = False,
 ) -> None:
     """Accuracy on the test set, latency, size and peak memory of a model file."""
     import torch
 
     from qupel.data import sources
-    from qupel.deploy.memory import peak, reset_peak, resident
     from qupel.deploy.predict import accuracy, latency, open_model
 
     name = data
@@ -198,27 +204,25 @@ def evaluate_file(
     if name is None:
         from qupel.deploy.inspect import read
 
-        name = read(file).about.extra.get("data")
-        if not isinstance(name, str):
-            raise UserError(f"{file} does not say which data it was trained on; give --data")
+        name = read(file, trust).about.extra.get("data")
+        if not isinstance(name, str) or not sources.is_known(name):  # which files are opened is for the user to say
+            raise UserError(f"{file} names none of the known data sets; give --data")
     test = sources.load(name, folder, limit).test
     if test.targets.ndim != 1 or test.targets.is_floating_point():
         raise UserError(f"{name} has no class labels to compare with")
-    reset_peak()
-    before = resident()
     torch.set_num_threads(1)  # so that latencies mean the same everywhere
-    model = open_model(file, keep_packed=keep_packed, threads=1)
+    model = open_model(file, keep_packed=keep_packed, threads=1, trust=trust)
     if model.about.input_shape != tuple(test.inputs.shape[1:]):
         raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {tuple(test.inputs.shape[1:])}")
     right = accuracy(model, test.inputs, test.targets)
-    most = peak()
+    before, most = model.memory()
     one, many = latency(model), latency(model, 64)
     table = Table(show_header=False)
-    table.add_row("accuracy", f"{100 * right:.2f} % of {len(test.inputs):,} test samples of {escape(name)}")
+    table.add_row("accuracy", f"{100 * right:.2f} % of {len(test.inputs):,} test samples of {shown(name)}")
     table.add_row("latency", f"{1000 * one:.3g} ms for 1 input, {1000 * many:.3g} ms for 64 (medians, one thread)")
     table.add_row("size", f"{model.bytes:,} bytes ({_kib(model.bytes)}), {model.kind}")
     grown = (most - before) / 2**20
-    table.add_row("peak memory", f"{most / 2**20:,.0f} MiB of the process, {grown:,.1f} MiB of it for this model")
+    table.add_row("peak memory", f"{most / 2**20:,.0f} MiB of its process, {grown:,.1f} MiB of it for this model")
     out.print(table)
     if isinstance(model.about.extra.get("test"), float):
         out.print(f"[dim]the run reported {100 * model.about.extra['test']:.2f} % on this client's own test data[/dim]")
@@ -243,7 +247,7 @@ def plan(
     module, about = _planned(model, shape, classes)
     layers = Layout.of(module).weights if all_layers else None
     planner = Planner(module, layers=layers, about=about, rest=rest)
-    table = Table("bits", *map(str, WIDTHS), title=f"{escape(model)}: file at most", title_justify="left")
+    table = Table("bits", *map(str, WIDTHS), title=f"{shown(model)}: file at most", title_justify="left")
     sizes = [planner.bytes(b) / 1024 for b in WIDTHS]
     table.add_row("KiB", *[f"{size:.1f}" if size < 100 else f"{size:.0f}" for size in sizes])
     out.print(table)
@@ -254,7 +258,7 @@ def plan(
         except UserError as error:
             refused.append(error)
             if len(budgets) > 1:
-                out.print(f"\n{escape(str(error))}", style="red", highlight=False)
+                out.print(f"\n{shown(error, 2000)}", style="red", highlight=False)
     if len(refused) == len(budgets):
         raise refused[0]
 
@@ -271,7 +275,7 @@ def _show_plan(found: BudgetPlan) -> None:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(justify="right")
     for bits, names in sorted(by_bits.items()):
-        grid.add_row(f"  {bits}-bit", escape(", ".join(names)))
+        grid.add_row(f"  {bits}-bit", shown(", ".join(names), 20_000))
     out.print(grid, highlight=False)
 
 

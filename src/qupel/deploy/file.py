@@ -131,7 +131,7 @@ def load(path: str | os.PathLike[str]) -> Packed:
 def loads(content: bytes) -> Packed:
     """The model in these bytes; its arrays are read-only views of them."""
     if content[:4] == zstd.MAGIC:
-        content = zstd.decompress(content)
+        content = _unfold(content)
     start = 8 + header.length(content[:8], len(content))
     entries, metadata = header.read(content[8:start], len(content) - start)
     if KEY not in metadata:
@@ -159,6 +159,14 @@ def loads(content: bytes) -> Packed:
     if twice := rest.keys() & {layer.name for layer in layers}:
         raise FormatError(f"{min(twice)} comes twice")
     return Packed(layers, rest, About.from_json(described["about"]))
+
+
+def _unfold(content: bytes) -> bytes:
+    """A zstd frame's content, once its head alone has shown that the tensors take exactly what the frame unfolds to."""
+    size = zstd.content_size(content)
+    start = 8 + header.length(zstd.beginning(content, 8), size)
+    header.read(zstd.beginning(content, start)[8:], size - start)
+    return zstd.decompress(content)
 
 
 def _table(value: Any, what: str) -> list[tuple[str, Any]]:

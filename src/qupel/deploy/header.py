@@ -4,9 +4,9 @@
     head        JSON: {"__metadata__": {string: string}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
     data        the tensors, C order, little endian, offsets counted from here
 
-What is checked here needs no more memory than the file itself, so that a reader can slice the data without fear: the
-head ends inside the file, no name comes twice, every size follows from dtype and shape, and the tensors lie one after
-the other and fill the data exactly.
+What is checked here takes time and memory in proportion to the file, so that a reader can slice the data without fear:
+the head is at most 1 MiB and ends inside the file, no name comes twice, every size follows from dtype and shape, and
+the tensors lie one after the other and fill the data exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 
 from qupel.util.errors import UserError
 
-LARGEST_HEAD = 16 << 20
+LARGEST_HEAD = 1 << 20  # also of our JSON in the metadata of other formats
+LONGEST_NAME = 255
 MOST_DIMENSIONS = 8
 METADATA = "__metadata__"
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -63,7 +64,9 @@ def dump(value: Any) -> str:
 
 
 def parse(text: str | bytes, what: str) -> Any:
-    """JSON, strictly: no name twice in an object, no NaN, no infinity, only text that can be printed."""
+    """JSON of at most 1 MiB, strictly: no name twice in an object, no NaN, no infinity, names that can be printed."""
+    if len(text) > LARGEST_HEAD:
+        raise FormatError(f"{what}: {len(text):,} bytes of JSON; allowed are {LARGEST_HEAD:,}")
     try:
         return json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
     except FormatError as error:
@@ -73,14 +76,16 @@ def parse(text: str | bytes, what: str) -> Any:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for name, _ in pairs:
+    table: dict[str, Any] = {}
+    for name, value in pairs:
+        if len(name) > LONGEST_NAME:
+            raise FormatError(f"a name of {len(name)} characters, {name[:20]!r}...; allowed are {LONGEST_NAME}")
         if not name.isprintable():
             raise FormatError(f"a name that cannot be printed: {ascii(name)[:80]}")
-    if len({name for name, _ in pairs}) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise FormatError(f"the name {twice[:80]!r} comes twice")
-    return dict(pairs)
+        if name in table:
+            raise FormatError(f"the name {name[:80]!r} comes twice")
+        table[name] = value
+    return table
 
 
 def _no_constant(name: str) -> float:
@@ -108,6 +113,8 @@ def write(entries: list[Entry], metadata: dict[str, str]) -> bytes:
         begin, end = end, end + entry.size
         table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
     head = dump(table).encode()
+    if len(head) > LARGEST_HEAD:
+        raise UserError(f"the names and descriptions in this model take {len(head):,} of {LARGEST_HEAD:,} bytes")
     head += b" " * (-len(head) % 8)
     return len(head).to_bytes(8, "little") + head
 
@@ -117,7 +124,9 @@ def length(start: bytes, file_size: int) -> int:
     if len(start) < 8:
         raise FormatError(f"{file_size} bytes: too short for a model file")
     size = int.from_bytes(start[:8], "little")
-    if not 2 <= size <= min(LARGEST_HEAD, file_size - 8):
+    if LARGEST_HEAD < size <= file_size - 8:
+        raise FormatError(f"its head has {size:,} bytes; allowed are {LARGEST_HEAD:,}")
+    if not 2 <= size <= file_size - 8:
         raise FormatError(f"not a safetensors file, or cut short: its head should have {size} bytes of {file_size}")
     return size
 
@@ -148,6 +157,6 @@ def _entry(name: str, fields: Any) -> tuple[Entry, int, int]:
     dtype, offsets = fields["dtype"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise FormatError(f"{name}: unknown dtype {dtype!r:.40}; allowed: {', '.join(DTYPES)}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(v) is not int or v < 0 for v in offsets):
-        raise FormatError(f"{name}: data_offsets must be two whole numbers")
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(v) is not int or v >> 63 for v in offsets):
+        raise FormatError(f"{name}: data_offsets must be two whole numbers below 2^63")
     return Entry(name, dtype, shape_of(fields["shape"], name)), offsets[0], offsets[1]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from qupel.core.quantize import LEVELS
-from qupel.deploy import header
-from qupel.deploy.about import About
 from qupel.deploy.file import load
 from qupel.deploy.header import FormatError
-from qupel.deploy.onnx import KEY, library
 from qupel.deploy.pack import bits_for, chunks, pack, packed_size
 from qupel.deploy.packed import Layer, Packed
+from qupel.deploy.sandbox import Sandbox
+from qupel.deploy.sessions import KEY, about_of, library
+from qupel.util.terminal import plain
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -62,24 +62,21 @@ def bars(counts: tuple[int, ...], width: int = 16) -> str:
     return "".join(_BARS[(len(_BARS) - 1) * s // top] for s in sums)
 
 
-def read(path: str | os.PathLike[str]) -> Packed:
-    """A packed or ONNX file as codes, centers and rest."""
-    return _read_onnx(path) if str(path).endswith(".onnx") else load(path)
+def read(path: str | os.PathLike[str], trust: bool = False) -> Packed:
+    """A packed or ONNX file as codes, centers and rest; trust: as in `predict.open_model`."""
+    return _read_onnx(path, trust) if str(path).endswith(".onnx") else load(path)
 
 
-def _read_onnx(path: str | os.PathLike[str]) -> Packed:
+def _read_onnx(path: str | os.PathLike[str], trust: bool) -> Packed:
     """Our ONNX layers back from the graph: `NAME_packed`, `NAME_codebook` and the shape that is reshaped to."""
-    onnx = library("onnx")
-    try:
-        model = onnx.load(os.fspath(path))
-        held = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
-    except Exception as error:  # protobuf and onnx raise many kinds for broken files
-        raise FormatError(f"{path}: not an ONNX file that can be read ({str(error)[:80]})") from None
-    about = About()
-    for entry in model.metadata_props:
-        if entry.key == KEY:
-            about = About.from_json(header.parse(entry.value, f"{path}: the metadata {KEY!r}"))
-    shapes = {node.output[0]: held.get(node.input[1]) for node in model.graph.node if node.op_type == "Reshape"}
+    if trust:
+        stored, held, reshapes = _tensors(path)
+    else:
+        box = Sandbox(path)
+        stored, held, reshapes = box.read()
+        box.close()
+    about = about_of(stored, path)
+    shapes = {name: held.get(shape) for name, shape in reshapes.items()}
     layers = []
     for name in [n.removesuffix("_packed") for n in held if n.endswith("_packed")]:
         centers, packed = held.pop(f"{name}_codebook", None), held.pop(f"{name}_packed")
@@ -90,6 +87,19 @@ def _read_onnx(path: str | os.PathLike[str]) -> Packed:
     small = {"shape", "digits", "triple"}
     rest = {n: v for n, v in held.items() if not any(n.startswith(s) for s in small)}
     return Packed(tuple(layers), rest, about)
+
+
+def _tensors(path: str | os.PathLike[str]) -> tuple[str | None, dict[str, np.ndarray], dict[str, str]]:
+    """As `Sandbox.read`, in this process."""
+    onnx = library("onnx")
+    try:
+        model = onnx.load(os.fspath(path))
+        held = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    except Exception as error:  # protobuf and onnx raise many kinds for broken files
+        raise FormatError(f"{path}: not an ONNX file that can be read ({str(error)[:80]})") from None
+    stored = [entry.value for entry in model.metadata_props if entry.key == KEY]
+    reshapes = {n.output[0]: n.input[1] for n in model.graph.node if n.op_type == "Reshape" and len(n.input) > 1}
+    return stored[0] if stored else None, held, reshapes
 
 
 def _layer(name: str, packed: np.ndarray, centers: np.ndarray, shape: np.ndarray | None) -> Layer | None:
@@ -108,11 +118,11 @@ def _layer(name: str, packed: np.ndarray, centers: np.ndarray, shape: np.ndarray
 
 
 def picture(packed: Packed, path: str | os.PathLike[str]) -> None:
-    """Draw how many weights sit at each center, one panel a layer."""
+    """Draw how many weights sit at each center, one panel a layer, the first 30 of them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    found = rows(packed)
+    found = rows(replace(packed, layers=packed.layers[:30]))
     columns = min(3, max(1, len(found)))
     lines = max(1, -(-len(found) // columns))
     with mpl.rc_context({"font.size": 8}):
@@ -124,6 +134,6 @@ def picture(packed: Packed, path: str | os.PathLike[str]) -> None:
             share = np.array(row.counts) / max(1, sum(row.counts))
             gap = min(np.diff(row.centers), default=1.0) or 1.0
             axis.bar(row.centers, share, width=max(0.8 * gap, (row.centers[-1] - row.centers[0]) / 200 or 0.1))
-            axis.set_title(f"{row.name}: {row.bits} bits", loc="left")
+            axis.set_title(f"{plain(row.name, 40)}: {row.bits} bits".replace("$", r"\$"), loc="left")
             axis.set_ylabel("share")
         figure.savefig(Path(path), dpi=120)

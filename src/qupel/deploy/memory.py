@@ -27,6 +27,11 @@ def resident() -> int:
     return _field("VmRSS") or peak()
 
 
+def virtual() -> int | None:
+    """Address space, where the system tells."""
+    return _field("VmSize")
+
+
 def reset_peak() -> None:
     """Begin anew with the peak, where the system allows it."""
     with contextlib.suppress(OSError):

@@ -21,7 +21,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,23 +31,15 @@ from qupel.core.codebook import Codebook
 from qupel.deploy import header
 from qupel.deploy.about import About
 from qupel.deploy.file import write_file
-from qupel.deploy.header import FormatError
 from qupel.deploy.pack import pack
 from qupel.deploy.packed import Layer, Packed, Rest, pack_model
+from qupel.deploy.sessions import KEY, library, read_about, session
 from qupel.util.errors import UserError
 
+__all__ = ["KEY", "export_onnx", "library", "read_about", "session"]
+
 OPSET, IR = 18, 8  # understood by ONNX Runtime 1.14 and later
-KEY = "qupel"  # our entry in the model's metadata: About as JSON
 _TOLERANCE = 1e-4  # of the largest output, for verification: sums are made in another order
-
-
-def library(name: str) -> ModuleType:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise UserError(f"ONNX needs the package {name}: pip install 'qupel[onnx]'") from None
 
 
 def export_onnx(
@@ -319,37 +310,3 @@ def _verify(content: bytes, model: Any, packed: Packed, module: nn.Module) -> No
                 f"ONNX Runtime's outputs differ from torch's by {error:.3g}, though every packed weight is right: "
                 "an operator of this network is exported wrongly; no file was written"
             )
-
-
-# --- running ---
-
-
-def session(model: str | os.PathLike[str] | bytes, *, keep_packed: bool = False, threads: int | None = None) -> Any:
-    """An ONNX Runtime session on the CPU.
-
-    keep_packed  False: weights are decoded once, now; runs as fast as fp32. True: they stay packed in memory and are
-                 decoded in every run; slower, and as small as the file.
-    """
-    runtime = library("onnxruntime")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    if keep_packed:
-        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", "1")
-        options.enable_cpu_mem_arena = False  # the arena would keep the memory of every decoded layer
-    if not isinstance(model, bytes):
-        model = os.fspath(model)
-        if not os.path.isfile(model):
-            raise UserError(f"{model} cannot be read: no such file")
-    try:
-        return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # the runtime has its own, unexported kinds for every way a file can be broken
-        name = "the model" if isinstance(model, bytes) else model
-        raise FormatError(f"{name}: ONNX Runtime cannot read it ({str(error).splitlines()[0][:120]})") from error
-
-
-def read_about(running: Any) -> About:
-    """What the file of this session says about its model; nothing for a foreign one."""
-    stored = running.get_modelmeta().custom_metadata_map.get(KEY)
-    return About() if stored is None else About.from_json(header.parse(stored, f"the metadata {KEY!r}"))

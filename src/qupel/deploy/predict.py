@@ -6,8 +6,6 @@ import csv
 import os
 import statistics
 import time
-import zipfile
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from qupel.data import checks
+from qupel.data import checks, npz
 from qupel.data.batches import Transform
-from qupel.deploy import onnx
+from qupel.deploy import sessions
 from qupel.deploy.about import About
 from qupel.deploy.file import load
+from qupel.deploy.header import FormatError
+from qupel.deploy.memory import peak, reset_peak, resident
 from qupel.deploy.runtime import keep_packed as stay_packed
+from qupel.deploy.sandbox import Sandbox
 from qupel.util.errors import UserError
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -29,12 +30,19 @@ _NPZ_NAMES = ("inputs", "test_inputs", "x_test", "x")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model file that is ready to run. run: float32 (n, *input_shape), already normalized -> outputs (n, classes)."""
+    """A model file that is ready to run.
+
+    run     float32 (n, *input_shape), already normalized -> outputs (n, classes)
+    memory  (bytes of the process that runs it before it was opened, the most since)
+    timed   (batch, seconds) -> median seconds of a run, where that process measures it itself
+    """
 
     about: About
     kind: str  # "packed" or "onnx"
     bytes: int
     run: Callable[[np.ndarray], np.ndarray]
+    memory: Callable[[], tuple[int, int]]
+    timed: Callable[[int, float], float] | None = None
 
     def transform(self) -> Transform:
         """From inputs as they are stored to what the model takes."""
@@ -42,18 +50,25 @@ class Model:
         return Transform(torch.tensor(mean), torch.tensor(std)) if mean else Transform()
 
 
-def open_model(path: str | os.PathLike[str], *, keep_packed: bool = False, threads: int | None = None) -> Model:
+def open_model(
+    path: str | os.PathLike[str], *, keep_packed: bool = False, threads: int | None = None, trust: bool = False
+) -> Model:
     """A packed file (the network must be one of ours) or an ONNX file.
 
     keep_packed  weights are decoded in every run: less memory, more time
     threads      of ONNX Runtime; torch's are those of the process
+    trust        an ONNX file with any operators and sizes, in this process; without it one of networks as we and torch
+                 export them (`graphs`), in a process of its own with little memory and time (`sandbox`)
     """
     size = os.path.getsize(path) if os.path.isfile(path) else 0
+    reset_peak()
+    before = resident()
     if str(path).endswith(".onnx"):
-        session = onnx.session(path, keep_packed=keep_packed, threads=threads)
-        name = session.get_inputs()[0].name
-        about = onnx.read_about(session)
-        return Model(about, "onnx", size, lambda x: session.run(None, {name: x})[0])
+        if not trust:
+            return _confined(path, size, keep_packed, threads)
+        running = sessions.session(path, keep_packed=keep_packed, threads=threads)
+        about = sessions.read_about(running)
+        return Model(about, "onnx", size, lambda x: sessions.run(running, x), lambda: (before, peak()))
     packed = load(path)
     module = stay_packed(packed) if keep_packed else packed.model()
 
@@ -61,7 +76,21 @@ def open_model(path: str | os.PathLike[str], *, keep_packed: bool = False, threa
         with torch.inference_mode():
             return module(torch.from_numpy(x)).numpy()
 
-    return Model(packed.about, "packed", size, run)
+    return Model(packed.about, "packed", size, run, lambda: (before, peak()))
+
+
+def _confined(path: str | os.PathLike[str], size: int, keep_packed: bool, threads: int | None) -> Model:
+    box = Sandbox(path)
+    try:
+        about = sessions.about_of(box.open(keep_packed=keep_packed, threads=threads), path)
+    except FormatError:
+        box.close()
+        raise
+
+    def timed(batch: int, seconds: float) -> float:
+        return box.latency((batch, *about.input_shape), seconds)
+
+    return Model(about, "onnx", size, box.run, box.memory, timed)
 
 
 # --- inputs ---
@@ -110,16 +139,13 @@ def _image(path: Path, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _npz(path: Path, shape: tuple[int, ...]) -> np.ndarray:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            name = next((n for n in _NPZ_NAMES if n in file.files), file.files[0] if len(file.files) == 1 else "")
-            if not name:
-                raise UserError(f"{path}: holds {', '.join(file.files)}; needed is one of {', '.join(_NPZ_NAMES)}")
-            held = file[name]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: not a readable .npz file of plain numbers ({error})") from None
+    def wanted(held: list[str]) -> list[str]:
+        found = next((n for n in _NPZ_NAMES if n in held), held[0] if len(held) == 1 else None)
+        if found is None:
+            raise UserError(f"holds {', '.join(held[:20])}; needed is one of {', '.join(_NPZ_NAMES)}")
+        return [found]
+
+    ((name, held),) = npz.read(path, wanted).items()
     return _shaped(path, checks.inputs(f"{path}: {name}", held).numpy(), shape)
 
 
@@ -152,8 +178,10 @@ def _shaped(path: Path, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
 # --- outputs ---
 
 
-def probabilities(outputs: np.ndarray) -> np.ndarray:
-    """Softmax of the outputs (n, classes)."""
+def probabilities(outputs: np.ndarray, classes: int = 0) -> np.ndarray:
+    """Softmax of the outputs (n, classes); 0: any number of classes."""
+    if outputs.ndim != 2 or outputs.shape[1] != (classes or outputs.shape[1]) or not outputs.shape[1]:
+        raise UserError(f"the model has outputs of shape {outputs.shape[1:]}; needed is one number for each class")
     e = np.exp(outputs - outputs.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
 
@@ -172,6 +200,8 @@ def accuracy(model: Model, inputs: torch.Tensor, targets: torch.Tensor, batch: i
 
 def latency(model: Model, batch: int = 1, seconds: float = 0.5) -> float:
     """Median seconds of one run on `batch` inputs."""
+    if model.timed is not None:
+        return model.timed(batch, seconds)
     x = np.zeros((batch, *model.about.input_shape), np.float32)
     model.run(x)
     times: list[float] = []

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qupel.util.errors import UserError
-from qupel.util.terminal import losses_text, never_text
+from qupel.util.terminal import losses_text, never_text, shown
 
 if TYPE_CHECKING:
     from qupel.flower.control import Node
@@ -52,7 +52,9 @@ def init(
 ) -> None:
     """Write a ready federation: certificates, keys, start commands, systemd units, client configs, the proxy rule."""
     made = _init(folder, clients, address, config, venv)
-    out.print(f"{made.folder}: server/ stays here, clients/client-0 to client-{clients - 1} go to their machines")
+    out.print(
+        f"{shown(made.folder)}: server/ stays here, clients/client-0 to client-{clients - 1} go to their machines"
+    )
     out.print("[dim]a try-out on this machine: qupel flower up; real machines: docs/deploy.md[/dim]")
 
 
@@ -83,7 +85,9 @@ def up(
     if not (folder / "federation.json").exists():
         _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
     federation = Federation.open(folder)
-    _connected(tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{text}[/dim]")))
+    _connected(
+        tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{shown(text)}[/dim]"))
+    )
 
 
 @app.command()
@@ -195,7 +199,7 @@ def _warn(federation: Federation) -> None:
 def _connected(nodes: list[Node]) -> None:
     table = Table("client", "status")
     for node in nodes:
-        table.add_row(node.name, "revoked" if node.status == "unregistered" else node.status)
+        table.add_row(shown(node.name), "revoked" if node.status == "unregistered" else shown(node.status))
     out.print(table)
 
 
@@ -207,7 +211,7 @@ def down(folder: Dir) -> None:
     from qupel.flower.folder import Federation
 
     ended = tryout.down(Federation.open(folder))
-    out.print(f"ended: {', '.join(ended)}" if ended else "nothing was running")
+    out.print(f"ended: {shown(', '.join(ended))}" if ended else "nothing was running")
 
 
 @app.command()
@@ -248,7 +252,7 @@ def run(
     if resume:
         request = _known(target, parsed, terms)
         if (target / "result.json").exists():
-            out.print(f"{target} is finished")
+            out.print(f"{shown(target)} is finished")
             return _show(target)
     else:
         if target.exists():
@@ -326,9 +330,9 @@ def _address(federation: Federation, server: str | None) -> str:
 
 def _tell(progress: dict[str, Any]) -> None:
     for refusal in progress["refused"]:
-        err.print(f"round {progress['round']}: refused {refusal}", highlight=False, markup=False)
+        err.print(f"round {progress['round']}: refused {shown(refusal)}", highlight=False)
     for note in progress["notes"]:
-        err.print(f"round {progress['round']}: {note}", highlight=False, soft_wrap=True, markup=False)
+        err.print(f"round {progress['round']}: {shown(note, 1000)}", highlight=False, soft_wrap=True)
     line = progress["line"] or {}
     test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
     loss = losses_text(progress["loss"], progress["loss_quantized"])
@@ -343,9 +347,9 @@ def _show(target: Path) -> None:
     if path.exists():
         table = Table("client", "model on its disk", "test accuracy")
         for told in json.loads(path.read_text()):
-            size = told.get("error") or ("written" if told["bytes"] is None else f"{told['bytes']:,} bytes")
+            size = shown(told.get("error") or ("written" if told["bytes"] is None else f"{told['bytes']:,} bytes"))
             table.add_row(
                 str(told["client"]), Text(size), f"{100 * told['test']:.1f} %" if told.get("test") is not None else ""
             )
         out.print(table)
-    out.print(f"[dim]everything the server knows is in {target}[/dim]")
+    out.print(f"[dim]everything the server knows is in {shown(target)}[/dim]")

@@ -131,7 +131,7 @@ def load_client(path: Path) -> ClientConfig:
         config = ClientConfig.model_validate_json(json.dumps(raw, default=str))
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path}: {e.strerror if isinstance(e, OSError) else 'not a text file'}") from None
-    except tomllib.TOMLDecodeError as e:
+    except (tomllib.TOMLDecodeError, RecursionError) as e:
         raise UserError(f"{path} is not TOML: {e}") from None
     except ValidationError as e:
         raise UserError(f"{path}: {explain(e)}") from None

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qupel.report.significance import WORDS, Gain, mark, over_seeds, seed_difference
-from qupel.report.tables import Result, markdown
+from qupel.report.tables import Result, csv_text, markdown, tex
+from qupel.util.terminal import plain
 
 AT = " @ "
 QUPEL, OURS, LOCAL = "QuPeL, paper's method", "QuPeL, our recipe", "Local, paper's method"
@@ -290,7 +291,7 @@ def as_csv(g: Grid) -> str:
     for cells in g.cells:
         for c in cells:
             values = [getattr(c, name) for name in FIELDS]
-            out.writerow([c.row, c.column, *("" if v is None else v for v in values)])
+            out.writerow([csv_text(c.row), csv_text(c.column), *("" if v is None else v for v in values)])
     return text.getvalue()
 
 
@@ -299,16 +300,16 @@ def as_latex(g: Grid) -> str:
     names = set(g.rows)
     body: list[str] = []
     for name, cells in lines(g):
-        shown = [name, *("--" if c == "-" else _tex(c) for c in cells)]
+        shown = [tex(name), *("--" if c == "-" else _tex(c) for c in cells)]
         if name == "the paper":
             shown = [rf"\textcolor{{gray}}{{{text}}}" if text else "" for text in shown]
         gap = r"\addlinespace" + "\n" if name in names and body else ""
         body.append(gap + " & ".join(shown) + r" \\")
-    head = " & ".join(["", *g.columns]) + r" \\"
-    note = f"% {g.note}\n" if g.note else ""
+    head = " & ".join(["", *map(tex, g.columns)]) + r" \\"
+    note = f"% {plain(g.note, 5000)}\n" if g.note else ""
     columns = "l" + "c" * len(g.columns)
     return (
-        f"% {g.title}\n% {LEGEND.format(compared=g.compared)}\n{note}"
+        f"% {plain(g.title)}\n% {LEGEND.format(compared=g.compared)}\n{note}"
         f"\\begin{{tabular}}{{{columns}}}\n\\toprule\n{head}\n\\midrule\n"
         + "\n".join(body)
         + "\n\\bottomrule\n\\end{tabular}\n"

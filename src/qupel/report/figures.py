@@ -12,6 +12,7 @@ import numpy as np
 from qupel.report.charts import LIGHT, Chart, Comparison, Series
 from qupel.report.tables import Result, Row, size
 from qupel.util.errors import UserError
+from qupel.util.terminal import plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -128,7 +129,8 @@ def _color(s: Series) -> str:
 
 def _name(text: str) -> str:
     """A label as it is written: no formula begins at a $, and a leading underscore does not hide it from the legend."""
-    return text.replace("$", r"\$") if not text.startswith("_") else " " + text.replace("$", r"\$")
+    text = plain(text).replace("$", r"\$")
+    return " " + text if text.startswith("_") else text
 
 
 def _draw_lines(axes: Axes, c: Comparison, chart: Chart) -> None:

@@ -9,6 +9,7 @@ from html import escape
 from qupel.paper import published as paper
 from qupel.report import significance, tables
 from qupel.report.runs import Run
+from qupel.util.terminal import plain
 
 GAIN = (
     "gain: {first} minus the method, in points, with its 95 % confidence interval; * p < 0.05, ** p < 0.01, "
@@ -58,13 +59,16 @@ def _form(runs: Sequence[Run], alone: bool) -> Form:
     said = "" if one or len(rows) > 6 else tables.sentence(rows)
     title = "After the last round" + ("" if alone else f": {', '.join(run.name for run in runs)}")
     notes = " ".join(dict.fromkeys(run.note for run in runs if run.note))
+    said_in = [text for text in (title, legend, notes) if text]
+    comments = "".join(f"% {plain(text, 5000)}\n" for text in said_in)
+    title_md, legend_md, *notes_md = map(tables.markdown_text, said_in)
     return Form(
         title=title,
         said=said,
         html=html_table(head, body),
         legend=legend,
-        markdown=f"{title}\n\n{tables.markdown(head, body)}\n{legend}\n" + (f"\n{notes}\n" if notes else ""),
-        latex=f"% {title}\n% {legend}\n" + (f"% {notes}\n" if notes else "") + tables.latex(head, body),
+        markdown=f"{title_md}\n\n{tables.markdown(head, body)}\n{legend_md}\n" + "".join(f"\n{n}\n" for n in notes_md),
+        latex=comments + tables.latex(head, body),
         csv=tables.as_csv(rows),
     )
 

@@ -21,5 +21,6 @@ def write_summary(results: Sequence[Result], folder: Path, one: bool = False) ->
     note = results[0]["data_note"]
     said = "" if one else tables.sentence(rows)
     write_json(folder / "summary.json", [asdict(r) for r in rows])
-    texts = (tables.markdown(head, body), note, said, "" if one else GAIN.format(first=rows[0].label))
+    gain = "" if one else GAIN.format(first=rows[0].label)
+    texts = (tables.markdown(head, body), *map(tables.markdown_text, (note, said, gain)))
     write_atomic(folder / "summary.md", "\n".join(f"{text.strip()}\n" for text in texts if text))

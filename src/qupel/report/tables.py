@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from qupel.report.significance import Gain, mark, over_seeds, seed_difference
+from qupel.util.terminal import plain
 
 Result = dict[str, Any]  # a cell's result.json
 
@@ -210,7 +212,13 @@ def training_table(table: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     rows = (head, ["---"] * len(head), *body)
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+    return "".join("| " + " | ".join(map(markdown_text, row)) + " |\n" for row in rows)
+
+
+def markdown_text(text: str) -> str:
+    """Text in Markdown, also in a cell: one line, no tag, no link, no code."""
+    text = re.sub(r"([\\|`])", r"\\\1", plain(text, 5000))
+    return re.sub(r"\[(?=[^\]]*\][(\[])", r"\\[", re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text))
 
 
 _TEX = {c: "\\" + c for c in "&%$#_{}"} | {
@@ -218,14 +226,25 @@ _TEX = {c: "\\" + c for c in "&%$#_{}"} | {
     "~": r"\textasciitilde{}",
     "^": r"\textasciicircum{}",
 }
-_TEX |= {"±": r"$\pm$", "<": "$<$", ">": "$>$", "*": "$^*$"}
+_TEX |= {"±": r"$\pm$", "<": "$<$", ">": "$>$", "*": "$^*$", "[": "{[}"}  # \\[ would be an argument of \\
+
+
+def tex(text: str) -> str:
+    """Text in LaTeX."""
+    return "".join(_TEX.get(c, c) for c in plain(text, 5000))
 
 
 def latex(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """A booktabs table."""
-    lines = [" & ".join("".join(_TEX.get(c, c) for c in cell) for cell in row) + r" \\" for row in (head, *body)]
+    lines = [" & ".join(map(tex, row)) + r" \\" for row in (head, *body)]
     inside = "\n".join([r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule"])
     return f"\\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}\n{inside}\n\\end{{tabular}}\n"
+
+
+def csv_text(text: str) -> str:
+    """Text in CSV that no spreadsheet takes for a formula."""
+    text = plain(text, 5000)
+    return f"'{text}" if text.lstrip()[:1] in ("=", "+", "-", "@") and text.strip() else text
 
 
 def as_csv(table: Sequence[Row]) -> str:
@@ -235,6 +254,7 @@ def as_csv(table: Sequence[Row]) -> str:
     out = csv.writer(text, lineterminator="\n")
     for k, r in enumerate(table):
         told = {key: "" if value is None else value for key, value in asdict(r).items() if key != "by_bits"}
+        told["label"] = csv_text(r.label)
         if k == 0:
             out.writerow([*told, *(f"{b:g}-bit" for b in widths)])
         out.writerow([*told.values(), *(r.by_bits.get(b, "") for b in widths)])

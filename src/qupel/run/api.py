@@ -47,6 +47,7 @@ from qupel.tasks.metrics import metrics as known_metrics
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
 from qupel.util.files import locked
+from qupel.util.terminal import plain
 
 Array = np.ndarray | Tensor
 Bits = int | dict[str, int]
@@ -103,7 +104,7 @@ class Fit:
         for i, (model, codebook) in enumerate(zip(self.models, self.codebooks, strict=True)):
             path = folder / f"client-{i:03d}{SUFFIX.get(to, '')}"
             told = {} if scores[i] is None or not self.about.classes else {"test": round(scores[i], 6)}
-            about = replace(self.about, client=self.names[i], extra={**self.about.extra, **told})
+            about = replace(self.about, client=plain(self.names[i]), extra={**self.about.extra, **told})
             write(path, model, codebook, about, to, rest)
             paths.append(path)
         return paths

@@ -36,6 +36,8 @@ from qupel.util.errors import UserError
 
 _BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
 
+_DEEP = "tables or lists in one another, deeper than any setting is"
+
 Bits = Annotated[int, Field(ge=1, le=32)]
 
 
@@ -227,13 +229,22 @@ def check_bits(value: int | Sequence[int]) -> None:
 
 def parse(text: str, where: str, overrides: Sequence[str] = (), defaults: dict[str, Any] | None = None) -> Config:
     """A config from TOML text, with `key.path=value` overrides; [settings] is shared by all methods."""
-    try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as e:
-        raise UserError(f"{where} is not TOML: {e}") from None
+    raw = read_toml(text, where)
     for override in overrides:
         _set(raw, override)
-    return validate(merge(defaults or {}, raw), where)
+    try:
+        return validate(merge(defaults or {}, raw), where)
+    except RecursionError:
+        raise UserError(f"{where}: {_DEEP}") from None
+
+
+def read_toml(text: str, where: object) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise UserError(f"{where} is not TOML: {e}") from None
+    except RecursionError:
+        raise UserError(f"{where}: {_DEEP}") from None
 
 
 def load(path: Path, overrides: Sequence[str] = (), defaults: dict[str, Any] | None = None) -> Config:
@@ -300,6 +311,8 @@ def _set(raw: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
+    except RecursionError:
+        raise UserError(f"--set {path[:80]!r}: {_DEEP}") from None
     *parents, key = path.strip().split(".")
     for parent in parents:
         raw = raw.setdefault(parent, {})

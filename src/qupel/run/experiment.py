@@ -119,7 +119,7 @@ def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
         raise UserError(f"{data.name} has no class labels: train on it from Python, with qupel.fit and your own loss")
     module = zoo.build(model_name(config, cell), tuple(data.train.inputs.shape[1:]), data.classes, cell.seed)
     if config.model.start is not None:
-        load(Path(str(config.model.start).format(seed=cell.seed))).into(module)
+        load(Path(str(config.model.start).replace("{seed}", str(cell.seed)))).into(module)
     return module
 
 

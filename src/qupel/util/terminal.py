@@ -1,4 +1,4 @@
-"""What commands share on a terminal: consoles, tables of numbers, a progress bar, requests to stop."""
+"""What commands share on a terminal: consoles, text from outside, tables of numbers, progress, requests to stop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 PLAIN = {"±": "+-", "·": ".", "…": "...", "−": "-", "–": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->"}
 
@@ -48,16 +50,30 @@ out = Console()
 err = Console(stderr=True)
 
 
+def plain(text: object, most: int = 300) -> str:
+    """Text that came from outside (a file, a config, a client, the system) as one line of at most `most` characters
+    that only prints: control characters, line ends and bidirectional marks are shown as escapes."""
+    line = str(text)
+    line = line if len(line) <= most else line[: most - 3] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def shown(text: object, most: int = 300) -> str:
+    """The same for a string with markup, as `Console.print` takes: brackets in it mean themselves."""
+    return escape(plain(text, most))
+
+
 def number_table(head: list[str], body: list[list[str]], title: str = "") -> Table:
     """A table that fits 80 columns: no frame, one blank between columns. The first column is text and may wrap, the
     rest are numbers and never do; a header wider than its numbers breaks at its blanks."""
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0), pad_edge=False)
+    head, body = [plain(name) for name in head], [[plain(cell) for cell in cells] for cells in body]
     for k, name in enumerate(head):
         if k and len(name) > max(len(cells[k]) for cells in body):
             name = name.replace(" ", "\n")
-        table.add_column(name, justify="right" if k else "left", no_wrap=k > 0)
+        table.add_column(Text(name), justify="right" if k else "left", no_wrap=k > 0)
     for cells in body:
-        table.add_row(*cells)
+        table.add_row(*map(Text, cells))
     return table
 
 
@@ -85,21 +101,21 @@ class Watcher:
         self.done[cell.name] = progress.round
         line = progress.line
         for refusal in progress.refused:
-            err.print(f"round {progress.round}: refused {refusal}", highlight=False)
+            err.print(f"round {progress.round}: refused {shown(refusal)}", highlight=False)
         for note in progress.notes:
-            err.print(f"round {progress.round}: {note}", highlight=False, soft_wrap=True, markup=False)
+            err.print(f"round {progress.round}: {shown(note, 1000)}", highlight=False, soft_wrap=True)
         if self.live:
             seen = f"  {100 * line['test']:.1f} %" if line else ""
             loss = losses_text(progress.loss, progress.loss_quantized, 3)
             text = f"{cell.label}, seed {cell.seed}{loss}{seen}"
-            self.bar.update(self.task, completed=sum(self.done.values()), description=text[:46])
+            self.bar.update(self.task, completed=sum(self.done.values()), description=shown(text, 46))
         elif line:
             sent = f"  {line['upload_bytes'] / 1e6:.2f} MB sent per client" if line["upload_bytes"] else ""
-            head = f"{cell.label}, seed {cell.seed}: round {progress.round}/{progress.rounds}"
+            head = f"{shown(cell.label)}, seed {cell.seed}: round {progress.round}/{progress.rounds}"
             loss = losses_text(line.get("train_loss", math.nan), line.get("train_loss_quantized", math.nan))
             out.print(f"{head}{loss}  test {100 * line['test']:.2f} %{sent}", highlight=False)
         if line and progress.round == progress.rounds and line.get("never_took_part"):
-            err.print(f"{cell.label}, seed {cell.seed}: {never_text(line)}", highlight=False)
+            err.print(f"{shown(cell.label)}, seed {cell.seed}: {never_text(line)}", highlight=False)
 
 
 def losses_text(x: float, quantized: float, digits: int = 4) -> str:

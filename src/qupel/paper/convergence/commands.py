@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from qupel.util.errors import UserError
-from qupel.util.terminal import number_table, out
+from qupel.util.terminal import number_table, out, shown
 
 
 def theory(
@@ -34,17 +33,17 @@ def theory(
         if folder is None:
             raise UserError("--publish needs --out, the folder of a finished run")
         made = write(folder, publish, f"qupel theory {config} --out {folder}")
-        out.print(f"written to {escape(str(publish))}: {', '.join(path.name for path in made)}")
+        out.print(f"written to {shown(publish)}: {', '.join(path.name for path in made)}")
         return
     folder = folder or Path("runs") / f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()]
     begun: list[str] = []
 
     def tell(name: str, steps: int) -> None:
-        bar.update(task, advance=steps, description=name[:40])
+        bar.update(task, advance=steps, description=shown(name, 40))
         if not out.is_terminal and name not in begun:
             begun.append(name)
-            out.print(name, highlight=False)
+            out.print(shown(name), highlight=False)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the problems are tiny
@@ -55,4 +54,4 @@ def theory(
     finally:
         torch.set_num_threads(threads)
     out.print(number_table(head, body))
-    out.print(f"[dim]everything is in {folder}: theorem.md, theorem.json, theorem.png, theorem.svg[/dim]")
+    out.print(f"[dim]everything is in {shown(folder)}: theorem.md, theorem.json, theorem.png, theorem.svg[/dim]")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from qupel.run.config import Strict, explain
+from qupel.run.config import Strict, explain, read_toml
 from qupel.util.errors import UserError
 
 Rule = Literal["exact", "first_order", "paper"]
@@ -61,11 +60,9 @@ TheoryConfig = Theorem1 | Theorem2
 
 def load(path: Path) -> TheoryConfig:
     try:
-        raw = tomllib.loads(path.read_text())
+        raw = read_toml(path.read_text(), path)
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path}: {e.strerror if isinstance(e, OSError) else 'not a text file'}") from None
-    except tomllib.TOMLDecodeError as e:
-        raise UserError(f"{path} is not TOML: {e}") from None
     if raw.get("theorem") not in (1, 2):
         raise UserError(f"{path}: theorem = {raw.get('theorem')!r}; allowed are 1 and 2")
     try:

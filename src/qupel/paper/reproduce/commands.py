@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich import box
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from qupel.util.terminal import Watcher, out, stop_requests
+from qupel.util.terminal import Watcher, out, plain, shown, stop_requests
 
 if TYPE_CHECKING:
     from qupel.paper.published import Grid
@@ -50,11 +50,11 @@ def reproduce(
     elif publish is not None:
         from qupel.paper.reproduce.publish import publish as write
 
-        out.print(f"written to {escape(str(publish))}: {', '.join(p.name for p in write(run, what, publish))}")
+        out.print(f"written to {shown(publish)}: {', '.join(p.name for p in write(run, what, publish))}")
     elif what == "figure1":
         from qupel.paper.reproduce.publish import draw_figure
 
-        out.print(f"drawn: {', '.join(escape(str(p)) for p in draw_figure(run))}", soft_wrap=True)
+        out.print(f"drawn: {', '.join(shown(p) for p in draw_figure(run))}", soft_wrap=True)
     else:
         config = plan.build(table, scale, seeds, data)
         _run(table, scale, config, run, workers, resume, device, tensorboard, other_versions)
@@ -100,21 +100,21 @@ def _run(
     grid = write_tables(run)
     out.print(_grid_table(grid))
     if grid.note:
-        out.print(grid.note)
-    out.print(f"[dim]{time.monotonic() - began:.0f} s; everything is in {escape(str(run))}[/dim]")
-    out.print(f"[dim]a page to look at: qupel report {escape(str(run))} --open[/dim]")
+        out.print(shown(grid.note, 2000))
+    out.print(f"[dim]{time.monotonic() - began:.0f} s; everything is in {shown(run)}[/dim]")
+    out.print(f"[dim]a page to look at: qupel report {shown(run)} --open[/dim]")
 
 
 def _grid_table(grid: Grid) -> Table:
     """Ours and the paper's; the confidence intervals are in the files."""
-    shown = Table(title=grid.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    made = Table(title=shown(grid.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for k, name in enumerate(("", *grid.columns)):
-        shown.add_column(name.replace(" ", "\n"), justify="right" if k else "left", no_wrap=k > 0)
+        made.add_column(Text(plain(name).replace(" ", "\n")), justify="right" if k else "left", no_wrap=k > 0)
     for row, cells in zip(grid.rows, grid.cells, strict=True):
-        shown.add_row(row, *("-" if c.mean is None else f"{c.mean:.1f}{c.mark}" for c in cells))
+        made.add_row(Text(plain(row)), *("-" if c.mean is None else f"{c.mean:.1f}{c.mark}" for c in cells))
         if any(c.paper is not None for c in cells):
-            shown.add_row("the paper", *("" if c.paper is None else f"{c.paper:.1f}" for c in cells), style="dim")
-    return shown
+            made.add_row("the paper", *("" if c.paper is None else f"{c.paper:.1f}" for c in cells), style="dim")
+    return made
 
 
 def _show_status(run: Path, config: Config) -> None:
@@ -122,10 +122,10 @@ def _show_status(run: Path, config: Config) -> None:
 
     found = plan.status(run, config)
     for row, done, cells in found.rows():
-        out.print(f"{done:3} of {cells:3} done  {row}", highlight=False)
+        out.print(f"{done:3} of {cells:3} done  {shown(row)}", highlight=False)
     going = [f"{cell.label}, seed {cell.seed}: {share:.0%}" for cell, share in found.share.items() if 0 < share < 1]
     for line in going:
-        out.print(f"begun: {line}", highlight=False)
+        out.print(f"begun: {shown(line)}", highlight=False)
     left = len(found.share) - found.done
     if left == 0:
         eta = "nothing is left"
@@ -133,7 +133,7 @@ def _show_status(run: Path, config: Config) -> None:
         eta = f"{left} left; no cell is done yet to tell the time from"
     else:
         eta = f"{left} left, about {_duration(found.seconds)}"
-    out.print(f"{found.done} of {len(found.share)} cells done, {eta}  [dim]({escape(str(run))})[/dim]", highlight=False)
+    out.print(f"{found.done} of {len(found.share)} cells done, {eta}  [dim]({shown(run)})[/dim]", highlight=False)
 
 
 def _duration(seconds: float) -> str:
