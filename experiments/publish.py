@@ -19,7 +19,7 @@ from qupel.paper.reproduce.publish import rewrite
 
 HERE = Path(__file__).parent
 TARGET = HERE.parent / "docs" / "results"
-LINE = ("round", "phase", "method", "test", "validation", "float_test", "bits", "model_bytes", "upload_bytes")
+LINE = ("round", "phase", "method", "quantizer", "test", "validation", "float_test", "bits", "model_bytes", "upload_bytes")
 FILE = "file: mean bytes of the clients' files."
 FLOOR = "floor: bytes computed from bits and centers, without a file's head and BatchNorm's statistics."
 

@@ -17,7 +17,17 @@ from qupel.core.schedule import Clock, Schedule, Travel, half_gap, travelled, we
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.engine.workers import Pool, Workers
-from qupel.paper.diagnostics import NO_BATCH, ClientLoss, Diagnostics, decrease, gradients, lambda_p, objective, sketch, spread
+from qupel.paper.diagnostics import (
+    NO_BATCH,
+    ClientLoss,
+    Diagnostics,
+    decrease,
+    gradients,
+    lambda_p,
+    objective,
+    sketch,
+    spread,
+)
 from qupel.parts.base import State
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local

@@ -26,6 +26,7 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers import quantizers
 from qupel.parts.quantizers.afterwards import Afterwards
+from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.tasks.judge import Judge
 from qupel.tasks.task import Diverged, ModuleTask

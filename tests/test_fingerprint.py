@@ -13,11 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from qupel.core.codebook import Plan
 from qupel.data.batches import Transform
 from qupel.engine.fingerprint import of_job
+from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.phase import Phase
-from tiny import blobs, make_job, mlp, norm_net, recipe
+from qupel.tasks.metrics import top5
+from tiny import blobs, make_job, mlp, norm_net, recipe, wide_mlp
 
 FACTOR = 2.0
 

@@ -18,13 +18,14 @@ from qupel.parts.base import State
 from qupel.parts.methods import methods
 from qupel.parts.methods.base import Alone
 from qupel.parts.methods.ditto import Ditto
-from qupel.parts.methods.fedprox import FedProx
 from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.fedprox import FedProx
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.tasks.task import Evaluated, ModuleTask, Problem
 from tiny import QUANTIZER, beginning, blobs, make_job, mlp, run_inline, same

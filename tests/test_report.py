@@ -18,7 +18,7 @@ from PIL import Image
 
 from made_runs import LAYERS, line, result, write_run
 from qupel.report import charts, figures, forms, page
-from qupel.report.commands import write_report
+from qupel.report.write import write_report
 from qupel.report.runs import load_runs
 from qupel.util.errors import UserError
 

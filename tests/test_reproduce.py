@@ -20,7 +20,7 @@ from qupel.paper.reproduce import plan
 from qupel.paper.reproduce.commands import _duration, reproduce
 from qupel.paper.reproduce.publish import publish
 from qupel.parts.methods import FedAvg, FineTune, Local, QuPeL
-from qupel.report.commands import write_report
+from qupel.report.write import write_report
 from qupel.report.significance import Gain
 from qupel.run.experiment import cells, result_file
 from qupel.run.recipes import RECIPES, Budget

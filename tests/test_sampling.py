@@ -16,6 +16,7 @@ from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
+from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.prox import Prox
 from qupel.run.recipes import RECIPES, Budget, Settings
 from tiny import beginning, make_job, run_inline, same

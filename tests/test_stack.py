@@ -29,6 +29,7 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.proxquant import ProxQuant
 from qupel.run import config as configs

@@ -8,16 +8,19 @@ import numpy as np
 import torch
 from work import SEED, Prepared, now, tell
 
-from qupel.core.codebook import plan_bits
+from qupel.core.codebook import Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.core.schedule import Schedule
 from qupel.data import sources
 from qupel.data.partition import Part
 from qupel.engine.choice import settled
 from qupel.engine.job import Job
-from qupel.engine.rounds import one_round
+from qupel.engine.rounds import enter, one_round
 from qupel.engine.workers import Pool, Workers
-from qupel.parts.methods import FedAvg, Phase, Quantizer, QuPeL
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.prox import Prox
 
 
 def job_of(prepared: Prepared) -> Job:
@@ -25,9 +28,9 @@ def job_of(prepared: Prepared) -> Job:
     inputs, targets = prepared.samples
     layout = Layout.of(module)
     if work.bits == 32:
-        method, plan = FedAvg(eta1=Schedule(work.eta1)), {}
+        method, plan = FedAvg(eta1=Schedule(work.eta1)), Plan()
     else:
-        quantizer = Quantizer(eta2=Schedule(work.eta2), lam=Schedule(work.lam), init="range")
+        quantizer = Prox(eta2=Schedule(work.eta2), lam=Schedule(work.lam), init="range")
         pull = Schedule(work.lambda_p)
         method = QuPeL(eta1=Schedule(work.eta1), lambda_p=pull, coupling=work.share, quantizer=quantizer)
         plan = plan_bits(layout, work.bits)
@@ -49,14 +52,14 @@ def main() -> None:
     job, choice = settled(job_of(prepared), "auto", None)
     print(choice)
     layout = Layout.of(job.module)
-    w = layout.flatten(job.module)
+    shared = enter(job.phases[0], (layout.flatten(job.module),))
     with Pool(2) as pool:
         engine = Workers(pool, job)
         begun, ended = now(), []
         for k in range(prepared.work.rounds):
-            w, *_ = one_round(job, engine, k, w)
+            shared, *_ = one_round(job, engine, k, shared)
             ended.append(now())
-    layout.load(job.module, w)
+    layout.load(job.module, shared.w[0])
     tell(begun, ended, job.module)
 
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from qupel.run.recipes import Settings
     from qupel.util.errors import UserError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Client", "Fit", "Settings", "UserError", "fit", "load"]
 
 _HOMES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +19,6 @@ from qupel.deploy import commands as deploy
 from qupel.flower import commands as flower
 from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
-from qupel.report.commands import report
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
     Watcher,
@@ -301,6 +301,24 @@ def methods() -> None:
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run directories; several are compared in one page")],
+    open: Annotated[bool, typer.Option("--open", help="show the page in the browser")] = False,
+    folder: Annotated[
+        Path | None, typer.Option("--out", help="folder (default: RUN/report; RUN/comparison for several)")
+    ] = None,
+) -> None:
+    """Make a page to look at, with its figures (PNG, SVG) and tables (Markdown, LaTeX, CSV)."""
+    from qupel.paper.forms import FORMS
+    from qupel.report.write import write_report
+
+    target = write_report(runs, folder, FORMS)
+    out.print(f"written to {target}", highlight=False, soft_wrap=True, markup=False)
+    if open:
+        webbrowser.open(target.resolve().as_uri())
+
+
+@app.command()
 def datasets() -> None:
     """List the data sets, one line each."""
     from qupel.data.sources import AVAILABLE
@@ -328,7 +346,6 @@ for _command, _name in (
     (deploy.predict, "predict"),
     (deploy.evaluate_file, "eval"),
     (deploy.plan, "plan"),
-    (report, "report"),
     (theory, "theory"),
 ):
     app.command(_name)(_command)

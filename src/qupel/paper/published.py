@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from qupel.report.significance import WORDS, Gain, mark, over_seeds, seed_difference
+from qupel.report.runs import place
 from qupel.report.tables import Result, csv_text, markdown, tex
 from qupel.util.terminal import plain
 
-AT = " @ "
 QUPEL, OURS, LOCAL = "QuPeL, paper's method", "QuPeL, our recipe", "Local, paper's method"
 FEDAVG, TUNED = "FedAvg", "FedAvg + fine-tuning, our recipe"
 FULL = "Full precision"
@@ -124,12 +124,6 @@ class Grid:
 
     def at(self, row: str, column: str) -> GridCell:
         return self.cells[self.rows.index(row)][self.columns.index(column)]
-
-
-def place(label: str) -> Place:
-    """ "row @ column" -> (row, column)."""
-    row, _, column = label.rpartition(AT)
-    return row, column
 
 
 def grid(table: str, results: Sequence[Result], rows: Iterable[str] = (), note: str = "") -> Grid:

@@ -147,8 +147,8 @@ def outside(quantizer: Prox) -> str | None:
         )
     if not isinstance(q.lam, Schedule) or q.lam != Schedule(q.lam.start) or q.lam_c not in (None, q.lam):
         return "lambda must be one constant for weights and centers; a lambda that grows changes F itself"
-    if q.gradient != "sum" or q.clip is not None or q.carry:
-        return "gradient = 'mean', clip and carry: the center step is then no step along the gradient of F"
+    if q.center_gradient != "sum" or q.clip is not None or q.carry:
+        return "center_gradient = 'mean', clip and carry: the center step is then no step along the gradient of F"
     return None
 
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qupel.paper.published import place
-from qupel.report.runs import Run
+from qupel.report.runs import Run, place
 from qupel.report.tables import Result
 
 # Six hues that stay apart for every common kind of color vision, at least 3:1 against white and the dark page.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from types import MappingProxyType
 
-from qupel.paper import published as paper
 from qupel.report import significance, tables
 from qupel.report.runs import Run
 from qupel.util.terminal import plain
@@ -30,12 +30,16 @@ class Form:
     csv: str
 
 
-def forms(runs: Sequence[Run]) -> list[Form]:
-    """A table for each run that reproduces one of the paper's, and for each group of others that can be compared."""
+Own = Mapping[str, Callable[[Run], Form]]  # by the name of a table, the form that its runs have
+NOTHING: Own = MappingProxyType({})
+
+
+def forms(runs: Sequence[Run], own: Own = NOTHING) -> list[Form]:
+    """A table for each run of a table with a form of its own, and for each group of others that can be compared."""
     found, rest = [], []
     for run in runs:
-        if run.table in paper.TABLES:
-            found.append(_paper_form(run))
+        if run.table in own:
+            found.append(own[run.table](run))
         else:
             rest.append(run)
     while rest:
@@ -70,31 +74,6 @@ def _form(runs: Sequence[Run], alone: bool) -> Form:
         markdown=f"{title_md}\n\n{tables.markdown(head, body)}\n{legend_md}\n" + "".join(f"\n{n}\n" for n in notes_md),
         latex=comments + tables.latex(head, body),
         csv=tables.as_csv(rows),
-    )
-
-
-def _paper_form(run: Run) -> Form:
-    assert run.table is not None
-    grid = paper.grid(run.table, run.results, run.rows, paper.NOTES.get(run.scale, ""))
-    body: list[list[str]] = []
-    for name, texts in paper.lines(grid):
-        if name in grid.rows:
-            cells = grid.cells[grid.rows.index(name)]
-        if name != grid.compared:
-            body.append([name, *texts])
-            continue
-        # the interval goes below the gain: a screen is narrower than a text
-        body.append([name, *("" if c.gain is None else f"{c.gain:+.2f}{c.mark}" for c in cells)])
-        body.append(["95 % interval", *("" if c.low is None else f"{c.low:+.2f} to {c.high:+.2f}" for c in cells)])
-    classes = ["ours" if name in grid.rows else "more" for name, *_ in body]
-    return Form(
-        title=grid.title + (f" (scale {run.scale})" if run.scale else ""),
-        said="",
-        html=html_table(["", *grid.columns], body, "grid", classes),
-        legend=paper.LEGEND.format(compared=grid.compared),
-        markdown=paper.as_markdown(grid),
-        latex=paper.as_latex(grid),
-        csv=paper.as_csv(grid),
     )
 
 

@@ -199,7 +199,13 @@ def settings(run: Run) -> str:
 
 
 def _phases(result: dict[str, Any]) -> str:
-    return ", ".join(f"{p['method']} {p['rounds']}" for p in result.get("phases", []))
+    """fedavg 8, qupel (prox) 1, qupel (frozen) 1."""
+
+    def said(phase: dict[str, Any]) -> str:
+        quantizer = phase.get("quantizer", {}).get("name", "none")
+        return phase["method"] + ("" if quantizer == "none" else f" ({quantizer})")
+
+    return ", ".join(f"{said(p)} {p['rounds']}" for p in result.get("phases", []))
 
 
 def _flat(table: dict[str, Any], before: str = "") -> list[tuple[str, str]]:

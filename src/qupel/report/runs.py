@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from qupel.engine import scores
-from qupel.paper.published import NOTES
 from qupel.report.tables import Result
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
+
+
+AT = " @ "  # a method that is a cell of a table is labelled "row @ column"
+
+
+def place(label: str) -> tuple[str, str]:
+    """ "row @ column" -> (row, column)."""
+    row, _, column = label.rpartition(AT)
+    return row, column
 
 
 @dataclass(frozen=True)
@@ -23,8 +31,9 @@ class Run:
     config: dict[str, Any]
     results: list[Result]
     cells: int  # how many the config asks for
-    table: str | None = None  # of the paper, for a run of `qupel reproduce`
+    table: str | None = None  # which one its cells are of, as a run of `qupel reproduce` says in reproduce.json
     scale: str = ""
+    scale_note: str = ""  # what to say beside its numbers
     rows: tuple[str, ...] = ()  # of that table, in their order
 
     @property
@@ -36,7 +45,7 @@ class Run:
     def note(self) -> str:
         """What to say about the data beside every number."""
         said = next((r["data_note"] for r in self.results if r.get("data_note")), "")
-        return ". ".join(filter(None, (NOTES.get(self.scale, ""), said)))
+        return ". ".join(filter(None, (self.scale_note, said)))
 
     def name_of(self, label: str, alone: bool) -> str:
         """A method's name, with the run's where it is not alone."""
@@ -68,8 +77,9 @@ def load_run(folder: Path, name: str) -> Run:
         raise UserError(f"{folder} has no finished cell yet (cells/*/result.json)")
     about = read_json(folder / "reproduce.json") if (folder / "reproduce.json").exists() else {}
     cells = len(config["methods"]) * len(config["seeds"])
+    told = {key: about[key] for key in ("table", "scale") if key in about}
     rows = tuple(about.get("rows", ()))
-    return Run(name, folder, config, results, cells, about.get("table"), about.get("scale", ""), rows)
+    return Run(name, folder, config, results, cells, **told, scale_note=about.get("note", ""), rows=rows)
 
 
 def read_result(path: Path) -> Result:

@@ -107,12 +107,17 @@ def _selected(lines: Sequence[dict[str, Any]]) -> float | None:
 
 def _float(lines: Sequence[dict[str, Any]]) -> float:
     """Accuracy of the float model; fine-tuning has none, its weights sit on their centers."""
-    learned = [line for line in lines if line["method"] != "finetune"] or lines
+    learned = [line for line in lines if not _tuned(line)] or lines
     return 100 * learned[-1].get("float_test", learned[-1]["test"])
 
 
+def _tuned(line: dict[str, Any]) -> bool:
+    """Assignments were frozen; before 0.2 that was a method of its own."""
+    return line.get("quantizer") == "frozen" or line["method"] == "finetune"
+
+
 def _before_tuning(lines: Sequence[dict[str, Any]]) -> float | None:
-    if lines[-1]["method"] != "finetune":
+    if not _tuned(lines[-1]):
         return None
     before = [line for line in lines if line["phase"] < lines[-1]["phase"]]
     return 100 * before[-1]["test"] if before else None

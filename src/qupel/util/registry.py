@@ -180,7 +180,13 @@ def from_table(cls: Any, table: dict[str, Any], where: str) -> Any:
             near = difflib.get_close_matches(key, known, 2)
             hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise UserError(f"{where}: unknown key {key!r}{hint}")
-    values = {key: _value(hints[key], value, f"{where}.{key}") for key, value in table.items()}
+    usual = {f.name: f.default for f in fields(cls)}
+    values = {}
+    for key, value in table.items():
+        registry = _registry(hints[key])
+        if registry is not None and isinstance(value, dict) and "name" not in value and is_dataclass(usual[key]):
+            value = {"name": registry.name_of(usual[key]), **value}  # settings of the usual part
+        values[key] = _value(hints[key], value, f"{where}.{key}")
     try:
         return cls(**values)
     except TypeError:

@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from qupel.paper.published import AT, place
-from qupel.report.runs import read_result
+from qupel.paper.published import NOTES
+from qupel.report.runs import AT, place, read_result
 from qupel.run.config import Config, explain, merge, validate
 from qupel.run.experiment import Cell, cells, result_file
 from qupel.util.errors import UserError
@@ -62,7 +62,7 @@ def folder(out: Path, table: str, scale: str) -> Path:
 def describe(run: Path, table: str, scale: str, config: Config) -> None:
     """RUN/reproduce.json: which table a run directory is, for the report."""
     rows = list(dict.fromkeys(place(label)[0] for label in config.methods))
-    write_json(run / "reproduce.json", {"table": table, "scale": scale, "rows": rows})
+    write_json(run / "reproduce.json", {"table": table, "scale": scale, "note": NOTES[scale], "rows": rows})
 
 
 def read(run: Path) -> tuple[dict[str, Any], Config]:
