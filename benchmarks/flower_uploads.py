@@ -19,9 +19,10 @@ from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import run
 from qupel.engine.shard import Trained
-from qupel.flower.wire import Codec, decode, encode
+from qupel.flower.wire import decode, encode
+from qupel.parts.base import Rows
 from qupel.run import config as configs
-from qupel.run.experiment import build_job, cells
+from qupel.run.jobs import build_job, cells
 
 CONFIG = """
 seeds = [0, 1, 2]
@@ -39,12 +40,12 @@ warmup = 0.5
 class Coded(Inline):
     """The reference engine with every upload sent through a codec; `feedback`: rounding errors go into the next one."""
 
-    def __init__(self, job: Job, codec: Codec, feedback: bool = True) -> None:
+    def __init__(self, job: Job, codec: str, feedback: bool = True) -> None:
         super().__init__(job)
         self.job, self.codec, self.feedback = job, codec, feedback
         self.residuals: dict[int, Tensor | None] = {}
 
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+    def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         for done in super().train(round, w, clients):
             if done.upload is None:
                 yield done
@@ -62,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     config = configs.load(options.config, options.set) if options.config else configs.parse(CONFIG, "", options.set)
     print("| upload | bytes a client a round | test accuracy, mean ± std | each seed |\n|---|---|---|---|")
-    kinds: list[tuple[str, Codec, bool]] = [("fp32", "fp32", True), ("fp16", "fp16", True), ("8 bits", "int8", True)]
+    kinds = [("fp32", "fp32", True), ("fp16", "fp16", True), ("8 bits", "int8", True)]
     for name, codec, feedback in [*kinds, ("8 bits without error feedback", "int8", False)]:
         tests, sent = [], 0
         for cell in cells(config):

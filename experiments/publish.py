@@ -11,15 +11,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from qupel.util.files import write_atomic
+from qupel.paper.reproduce.publish import rewrite
 from qupel.report import figures, tables
 from qupel.report.forms import GAIN
 from qupel.report.runs import load_run
-from qupel.paper.reproduce.publish import rewrite
+from qupel.util.files import write_atomic
 
 HERE = Path(__file__).parent
 TARGET = HERE.parent / "docs" / "results"
-LINE = ("round", "phase", "method", "quantizer", "test", "validation", "float_test", "bits", "model_bytes", "upload_bytes")
+LINE = ("round", "phase", "method", "quantizer", "test", "validation", "float_test", "bits")
+LINE += ("model_bytes", "upload_bytes")
 FILE = "file: mean bytes of the clients' files."
 FLOOR = "floor: bytes computed from bits and centers, without a file's head and BatchNorm's statistics."
 

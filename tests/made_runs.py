@@ -16,7 +16,7 @@ def line(label: str, seed: int, round: int, rounds: int, clients: int, bits=BITS
     scores = [base + 0.05 * math.sin(3 * i + seed) + 0.01 * math.sin(5 * i * len(label)) for i in range(clients)]
     mean = sum(scores) / clients
     found = {
-        "round": round, "phase": 0, "method": "qupel", "step": 10 * round, "epoch": 2.0 * round,
+        "round": round, "phase": 0, "method": "qupel", "quantizer": "prox", "step": 10 * round, "epoch": 2.0 * round,
         "bits": sum(widths) / clients, "model_bytes": sum(SIZES[b] for b in widths) / clients, "upload_bytes": 500_000,
         "dead_centers": 0, "refused": [], "test": mean, "test_loss": 1.0, "seconds": 1.0 * round,
         "train_loss": 1 / round,
@@ -40,7 +40,8 @@ def told(client: int, bits: float, round: int, with_histogram: bool) -> dict:
 def result(label: str, seed: int, rounds: int = 10, clients: int = 20, bits=BITS, weights: bool = True) -> dict:
     lines = [line(label, seed, r, rounds, clients, bits, weights) for r in range(1, rounds + 1)]
     return {
-        "label": label, "seed": seed, "method": {"recipe": "qupel"}, "phases": [{"rounds": rounds, "method": "qupel"}],
+        "label": label, "seed": seed, "method": {"recipe": "qupel"},
+        "phases": [{"rounds": rounds, "method": "qupel", "quantizer": {"name": "prox"}}],
         "seconds": 10.0, "machine": {"python": "3.11", "cpus": 2}, "data_note": "", "lines": lines,
     }  # fmt: skip
 

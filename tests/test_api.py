@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,13 +13,16 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 import qupel
-from qupel.run import config as configs
 from qupel import deploy
+from qupel.engine.door import check_trainable
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.phase import Phase
+from qupel.parts.servers.fedavgm import FedAvgM
+from qupel.run import config as configs
 from qupel.run import experiment
 from qupel.tasks import zoo as models
-from qupel.parts.methods import FedAvg, Local, Phase
-from qupel.engine.door import check_trainable
-from qupel.engine.rounds import 
+from qupel.tasks.metrics import macro_f1
 from qupel.util.errors import UserError
 from tiny import CLASSES, INPUTS, make_job, mlp, norm_net, recipe
 
@@ -85,6 +89,82 @@ def test_bits_for_a_method_that_ships_full_precision_are_refused():
 def test_a_wrong_number_of_bits_is_refused():
     with pytest.raises(UserError, match="bits: 2 entries for 3 clients"):
         fit(mlp(), bits=[2, 3])
+
+
+# --- methods, quantizers, servers ---
+
+
+def told(found):
+    return [(line["method"], line["quantizer"]) for line in found.metrics]
+
+
+def test_a_name_is_the_recipes_unless_a_quantizer_or_a_server_is_given():
+    every = {"evaluate_every": 1}
+    assert told(fit(mlp(), **every)) == [("fedavg", "none"), ("qupel", "prox"), ("qupel", "frozen")]
+    assert told(fit(mlp(), server="fedavgm", **every)) == [("qupel", "prox")] * 3
+    assert told(fit(mlp(), quantizer="ste", **every)) == [("qupel", "ste")] * 3
+    assert told(fit(mlp(), method="ditto", quantizer={"name": "lsq"}, **every)) == [("ditto", "lsq")] * 3
+    for method in ("qupel-paper", "fedavg-finetune"):
+        with pytest.raises(UserError, match=f"quantizer and server go with a method: .*; {method} is a recipe"):
+            fit(mlp(), method=method, server="median")
+    with pytest.raises(UserError, match="phases have their own"):
+        fit(mlp(), method=[Phase(FedAvg(), 2)], server="median")
+    with pytest.raises(UserError, match="unknown recipe 'dito'"):
+        fit(mlp(), method="dito")
+    with pytest.raises(UserError, match="unknown server 'meen'"):
+        fit(mlp(), method="ditto", server="meen")
+
+
+def test_a_server_of_ones_choice_makes_the_global_model():
+    """FedAvgM with momentum 0 and rate 1 is the mean; with another rate it is not."""
+    plain = fit(mlp(), method="fedavg", server="mean")
+    same = fit(mlp(), method="fedavg", server={"name": "fedavgm", "momentum": 0.0, "rate": 1.0})
+    other = fit(mlp(), method="fedavg", server=FedAvgM(momentum=0.0, rate=0.5))
+    torch.testing.assert_close(same.global_model[0].weight, plain.global_model[0].weight)
+    assert not torch.allclose(other.global_model[0].weight, plain.global_model[0].weight)
+
+
+def test_a_method_that_quantizes_nothing_ships_full_precision():
+    shallow = nn.Sequential(nn.Linear(INPUTS, 8), nn.ReLU(), nn.Linear(8, CLASSES))
+    assert quantized(fit(shallow, method="scaffold")) == [{}] * 3
+    with pytest.raises(UserError, match="scaffold, ships full precision; leave bits out"):
+        fit(mlp(), method="scaffold", bits=2)
+
+
+def test_levels_of_channels(tmp_path):
+    found = fit(mlp(), levels="channel", bits=1)
+    for model, codebook in zip(found.models, found.codebooks, strict=True):
+        assert [scale.shape for scale in codebook.scales] == [(8,)]
+        assert all(len(row.unique()) <= 2 for row in model[2].weight)  # two levels in each output channel
+        assert len(model[2].weight.unique()) > 2
+    x = torch.from_numpy(people()[0][2])
+    with torch.no_grad():
+        assert torch.equal(qupel.load(found.save(tmp_path)[0], mlp())(x), found.models[0](x))
+
+
+def test_losses_and_metrics_by_name_and_as_functions():
+    named = fit(mlp(), loss="cross_entropy", metrics=["macro_f1", "top5"])
+    own = fit(mlp(), loss=F.cross_entropy, metrics={"macro_f1": macro_f1, "twice": lambda y, t: 2.0})
+    last, other = named.metrics[-1], own.metrics[-1]
+    assert (last["test_top5"], other["test_twice"]) == (1, 2)
+    assert last["test_macro_f1"] == other["test_macro_f1"]
+    assert last["test_loss"] == other["test_loss"]
+    for options, says in (({"loss": "hubr"}, "unknown loss 'hubr'"), ({"metrics": ["f1"]}, "unknown metric 'f1'")):
+        with pytest.raises(UserError, match=says):
+            fit(mlp(), **options)
+
+
+def test_the_code_in_the_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    names: dict = {}
+    torch.manual_seed(0)
+    exec(compile(code, "README.md", "exec"), names)
+    assert np.mean(names["result"].test) > 0.75
+    assert capsys.readouterr().out.strip() == str(names["result"].test)
+    assert [set(layers.values()) for layers in names["result"].quantized] == [{2}] * 5 + [{3}] * 4 + [set()]
+    assert len(list((tmp_path / "models").glob("client-*.safetensors"))) == 10
 
 
 # --- which layers ---
@@ -350,7 +430,8 @@ def test_out_never_gives_the_results_of_another_fit(change, tmp_path):
     again = fit(mlp(), out=tmp_path, watch=rounds.append)
     assert rounds == []  # all was done
     assert again.metrics == first.metrics
-    with pytest.raises(UserError, match="other settings"):
+    what = "other data" if "clients" in change else "other settings"
+    with pytest.raises(UserError, match=what):
         fit(**{"net": mlp(), "out": tmp_path, **change})
 
 
@@ -435,7 +516,7 @@ def test_a_saved_network_of_the_users_own(tmp_path):
         best = found.models[0](torch.from_numpy(clients[0][2])).argmax(1).tolist()
     assert [int(line.split(": ")[1].split()[0]) for line in call("predict", graph, numbers).splitlines()] == best
     assert f"{100 * found.test[0]:.2f} % of 5 test samples" in call("eval", graph, "--data", data)
-    with pytest.raises(UserError, match="allowed are packed, onnx, coreml"):
+    with pytest.raises(UserError, match="unknown exporter 'tflite'; allowed: packed, onnx, coreml"):
         found.save(tmp_path, to="tflite")
 
 

@@ -88,9 +88,7 @@ def reached(module: str) -> set[str]:
 
 def place(module: str) -> int | None:
     """The number of a module's room, None where it has none; the longest name counts."""
-    found = [
-        (len(name), k) for k, names in enumerate(ROOMS) for name in names if f"{module}.".startswith(f"{name}.")
-    ]
+    found = [(len(name), k) for k, names in enumerate(ROOMS) for name in names if f"{module}.".startswith(f"{name}.")]
     return max(found)[1] if found else None
 
 

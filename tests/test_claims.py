@@ -20,11 +20,12 @@ from qupel.core.schedule import Clock, Schedule
 from qupel.paper import published as paper
 from qupel.paper.reproduce import plan
 from qupel.paper.reproduce.publish import rewrite
-from qupel.parts.methods import State
+from qupel.parts.base import State
 from qupel.report import tables
 from qupel.report.significance import over_seeds, seed_difference
-from qupel.run.recipes import RECIPES, Budget, Settings
+from qupel.run.recipes import Length, Settings, find
 from qupel.tasks.judge import Judge
+from qupel.tasks.task import ModuleTask, Problem
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -225,17 +226,18 @@ def test_every_number_of_readme_is_checked():
 def test_what_method_md_says_of_the_code():
     """Each deviation that the page names, in the code."""
     said = plain((ROOT / "docs" / "method.md").read_text())
-    budget = Budget(rounds=7, local_steps=2, epoch_steps=2)
-    settings = Settings(**RECIPES["qupel-paper"].defaults)
-    main, tail = (p.method for p in RECIPES["qupel-paper"].phases(settings, budget))
+    printed = find("qupel-paper")
+    phases = printed.phases(Settings(**printed.defaults), Length(rounds=7, local_steps=2, epoch_steps=2))
+    main, tail = (p.method for p in phases)
     assert main.as_printed
     x, w = torch.tensor([1.0, 2.0]), torch.zeros(2)
     still = replace(tail, eta1=Schedule(0.0), optimizer=Adam())
     before = State(x, w, memory=tuple(torch.full_like(m, 3) for m in Adam().memory(x)))
-    state = still.start(before, {}, None)
+    task = ModuleTask(torch.nn.Linear(1, 1), torch.nn.functional.mse_loss)
+    state = still.start(before, {}, Problem(task, task))
     assert all(not m.any() for m in state.memory)
     assert "the optimizer's memory (momentum, Adam) starts anew" in said
-    state = still.step(state, lambda x, batch: torch.zeros_like(x), (), Clock(0, 2, 2))
+    state, _ = still.step(state, Problem(task, task), (torch.ones(3, 1), torch.ones(3, 1)), Clock(0, 2, 2))
     assert torch.equal(state.w, 0.125 * x)  # toward x: the corrected sign
     assert "so w goes on there with the corrected sign" in said
     weights = torch.tensor([-3.0, -1.0, 2.0, 6.0])

@@ -12,8 +12,12 @@ import pytest
 from rich.console import Console
 
 from qupel.data.sources import AVAILABLE as DATASETS
-from qupel.run.recipes import RECIPES
-from qupel.tasks.zoo import AVAILABLE as MODELS
+from qupel.parts.codecs import codecs
+from qupel.parts.methods import methods
+from qupel.parts.quantizers import quantizers
+from qupel.parts.servers import servers
+from qupel.run.recipes import recipes
+from qupel.tasks.zoo import networks
 
 with warnings.catch_warnings():  # typer imports names that its dependency click has deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -62,7 +66,21 @@ def qupel(tmp_path, monkeypatch, capsys):
 # --- lists ---
 
 
-@pytest.mark.parametrize(("command", "names"), [("methods", RECIPES), ("datasets", DATASETS), ("models", MODELS)])
+def test_parts_are_listed_by_kind(qupel):
+    """Each with what it is, in the words of its own file, however wide the terminal."""
+    code, out, err = qupel("methods")
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    blocks = [block.splitlines() for block in out.split("\n\n")]
+    assert [block[0] for block in blocks] == ["recipes", "methods", "quantizers", "servers", "codecs"]
+    for (_, *lines), kind in zip(blocks, (recipes, methods, quantizers, servers, codecs), strict=True):
+        assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(kind)
+        said = " ".join(" ".join(lines).split())
+        for name, entry in kind.all().items():
+            assert " ".join(f"{name} {entry.about} {entry.paper}".split()) in said
+
+
+@pytest.mark.parametrize(("command", "names"), [("datasets", DATASETS), ("models", networks)])
 def test_lists_have_one_line_each(qupel, command, names):
     code, out, err = qupel(command)
     assert (code, err) == (0, "")

@@ -68,7 +68,10 @@ def parse(*overrides, text=BASE, **options):
         ("methods=3", "methods: a table is needed, not 3"),
         ("settings=3", "settings: a table is needed, not 3"),
         ("methods.QuPeL=3", "methods.QuPeL: input should be an object, not 3"),
-        ("methods.QuPeL.recipe='qupl'", "methods.QuPeL.recipe: unknown recipe 'qupl'; allowed: qupel, "),
+        (
+            "methods.QuPeL.recipe='qupl'",
+            "methods.QuPeL.recipe: unknown recipe 'qupl' (did you mean qupel?); allowed: qupel, ",
+        ),
         ("methods.QuPeL.recipe=[]", "methods.QuPeL.recipe: input should be a valid string"),
         ("methods.QuPeL.eta1=0", "methods.QuPeL.eta1: input should be greater than 0, not 0"),
         ("methods.QuPeL.eta1='fast'", "methods.QuPeL.eta1: input should be a valid number, not 'fast'"),
@@ -113,7 +116,7 @@ def test_set_needs_key_and_value(override):
             f'{PHASE}rounds = 2\nmethod = "local"\nquantizer = {{name = "prox", lamm = 3}}',
             "phase 1.quantizer: unknown key 'lamm'; did you mean 'lam'",
         ),
-        (f'{PHASE}rounds = 2\nmethod = "local"\nquantizer = {{lam = 3}}', "phase 1.quantizer: a name is missing"),
+        (f'{PHASE}rounds = 2\nmethod = "local"\nquantizer = {{lam = []}}', "phase 1.quantizer.lam: input should be "),
         (f'{PHASE}rounds = 2\nmethod = "local"\nquantizer = "lsqq"', "phase 1.quantizer: unknown quantizer 'lsqq'"),
         (f'{PHASE}rounds = 2\nmethod = "local"\nserver = "meen"', "phase 1.server: unknown server 'meen' (did you"),
         (f'{PHASE}rounds = 2\nmethod = "fedavg"\nlambda_p = 3', "phase 1: unknown key 'lambda_p'"),
@@ -122,10 +125,10 @@ def test_set_needs_key_and_value(override):
         ("[methods.A]\nphases = []", "methods.A.phases: at least one"),
         ('[methods.A]\nmethod = "dito"', "methods.A: method: unknown method 'dito' (did you mean ditto"),
         ('[methods.A]\nmethod = {name = "ditto", lamda = 1}', "methods.A: method: unknown key 'lamda'"),
-        ('[methods.A]\nmethod = {eta1 = 1}', "methods.A: method: a name is missing"),
+        ("[methods.A]\nmethod = {eta1 = 1}", "methods.A: method: a name is missing"),
         ('[methods.A]\nmethod = "ditto"\nquantizer = "lsqq"', "methods.A: quantizer: unknown quantizer 'lsqq'"),
         ('[methods.A]\nmethod = "ditto"\nserver = {name = "fedavgm", momentun = 1}', "methods.A: server: unknown key"),
-        ('[methods.A]\nmethod = 3', "methods.A.method: "),
+        ("[methods.A]\nmethod = 3", "methods.A.method: "),
         (
             '[methods.A]\nmethod = {name = "ditto", quantizer = "lsq"}\nquantizer = "prox"',
             "methods.A: quantizer: method ditto has one in its table",
@@ -217,6 +220,11 @@ def test_phases_written_out():
     assert second.server == FedAvgM(momentum=0.8)
     assert isinstance(third.method, Local)
     assert third.method.quantizer.lam(1) == math.inf
+
+
+def test_a_quantizer_without_a_name_is_the_methods_usual_one():
+    table = {"rounds": 2, "method": "local", "quantizer": {"mode": "soft"}}
+    assert phase_from(table, "phase").method.quantizer == Prox(mode="soft")
 
 
 def test_the_table_of_a_phase_gives_it_again():
@@ -322,7 +330,7 @@ def test_a_job_follows_its_config():
 
 @pytest.mark.parametrize("bits", ["2", "'auto'"])
 def test_levels_scaled_by_channels(bits):
-    over = ("model.name=mlp", f"bits={bits}", "budget='20 KiB'")
+    over = ("model.name=mlp", f"bits={bits}", "budget='120 KiB'")
     for given, channels in (((), False), (("model.levels=channel",), True)):
         job = experiment.build_job(parse(*over, *given), experiment.Cell("QuPeL", 0))
         assert [plan.channels for plan in job.plans] == [channels] * len(job.plans)

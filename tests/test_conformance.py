@@ -1,6 +1,7 @@
 """One table for all parts: every registered method x quantizer, server and codec on a tiny federation. Nothing here
 names a part: a new file in `qupel.parts` is tested by being there."""
 
+import functools
 import itertools
 from dataclasses import fields, replace
 
@@ -15,6 +16,8 @@ from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Stopped, run
+from qupel.engine.shard import Shard
+from qupel.engine.store import DiskStore, MemoryStore, restore, snapshot
 from qupel.engine.workers import Pool, Workers
 from qupel.parts.base import Deployed
 from qupel.parts.codecs import codecs
@@ -26,7 +29,7 @@ from qupel.parts.quantizers import quantizers
 from qupel.parts.servers import servers
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
-from tiny import blobs, final_models, make_job, mlp, run_inline, same, timeless, wide_mlp
+from tiny import blobs, make_job, mlp, run_inline, same, timeless, wide_mlp
 
 PAIRS = list(itertools.product(methods, quantizers))
 WIDTHS = (1, 2, 32)
@@ -36,12 +39,11 @@ def has(cls, name):
     return name in {f.name for f in fields(cls)}
 
 
-def compose(method, quantizer="prox", server="mean", rounds=5):
-    """FedAvg's first two rounds and quantized ones at each client alone, so that every part begins with levels; then
-    the parts in question."""
+def compose(method, quantizer="prox", server="mean", rounds=3):
+    """A quantized round at each client alone, so that every part begins with levels; then the parts in question."""
     cls = methods[method]
     given = {"quantizer": quantizers[quantizer]()} if has(cls, "quantizer") else {}
-    warm = Phase(methods["local"](quantizer=quantizers["prox"]()), 2)
+    warm = Phase(methods["local"](quantizer=quantizers["prox"]()), 1)
     return [warm, Phase(cls(eta1=Schedule(0.1), **given), rounds, servers[server]())]
 
 
@@ -49,9 +51,33 @@ def job_of(method, quantizer="prox", server="mean", **settings):
     return make_job(compose(method, quantizer, server), sizes=(12, 12, 12, 12), bits=WIDTHS, **settings)
 
 
+def finish(job, engine, **options):
+    """(finished, deployed models) of a run on an engine."""
+    finished = run(job, engine, **options)
+    return finished, [engine.deployed(job.rounds - 1, finished.w, i) for i in range(len(job.parts))]
+
+
+def tensors(models):
+    return [t for m in models for t in (m.x, *m.codebook.centers, *m.codebook.scales)]
+
+
+@functools.cache
+def undisturbed(method, quantizer, channels=False):
+    """The run that others are held against, made once: one process, one by one, and a server that remembers."""
+    job = replace(job_of(method, quantizer, "fedavgm", channels=channels), checkpoint_every=1)
+    with Inline(job) as engine:
+        return job, *finish(job, engine)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with Pool(2) as workers:
+        yield workers
+
+
 @pytest.mark.parametrize(("method", "quantizer"), PAIRS)
 def test_it_learns(method, quantizer):
-    phases = compose(method, quantizer, rounds=10)
+    phases = compose(method, quantizer, rounds=6)
     job = make_job(phases, sizes=(40, 40, 40), bits=WIDTHS, local_steps=8, batch=10, evaluate_every=100)
     finished, _ = run_inline(job)
     first, last = (line["test_loss"] for line in (finished.lines[0], finished.lines[-1]))
@@ -62,8 +88,8 @@ def test_it_learns(method, quantizer):
 @pytest.mark.parametrize("method", methods)
 @pytest.mark.parametrize("server", servers)
 def test_every_server_takes_every_method(method, server):
-    phases = compose(method, "none", server, rounds=10)
-    job = make_job(phases, sizes=(40, 40, 40), bits=(32,), local_steps=8, batch=10, evaluate_every=100)
+    phases = compose(method, "none", server, rounds=6)
+    job = make_job(phases, sizes=(40, 40, 40), bits=(32,), local_steps=8, batch=10, evaluate_every=100, stacked=True)
     finished, _ = run_inline(job)
     assert np.isfinite(finished.lines[-1]["test_loss"])
     assert finished.lines[-1]["test_loss"] < finished.lines[0]["test_loss"]
@@ -92,41 +118,65 @@ def test_what_is_judged_is_what_is_deployed(method):
 
 @pytest.mark.parametrize(("method", "quantizer"), PAIRS)
 def test_a_stack_equals_the_loop(method, quantizer):
-    job = job_of(method, quantizer)
-    (one, models), (many, others) = (run_inline(replace(job, stacked=stacked)) for stacked in (False, True))
-    for a, b in zip(models, others, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-    for a, b in zip(one.w, many.w, strict=True):
+    job, finished, models = undisturbed(method, quantizer)
+    with Inline(replace(job, stacked=True)) as engine:
+        other, others = finish(job, engine)
+    for a, b in zip((*finished.w, *tensors(models)), (*other.w, *tensors(others)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_two_workers_equal_one():
-    with Pool(2) as pool:
-        for method, quantizer in PAIRS:
-            job = job_of(method, quantizer)
-            finished, models = run_inline(job)
-            engine = Workers(pool, job)
-            other = run(job, engine)
-            assert same(models, final_models(job, engine, other.w)), (method, quantizer)
-            assert same(finished.w, other.w), (method, quantizer)
-            assert timeless(finished.lines) == timeless(other.lines), (method, quantizer)
+@pytest.mark.parametrize(("method", "quantizer"), PAIRS)
+def test_two_workers_equal_one(pool, method, quantizer):
+    job, finished, models = undisturbed(method, quantizer)
+    other, others = finish(job, Workers(pool, job))
+    assert same(tensors(models), tensors(others))
+    assert same(finished.w, other.w)
+    assert timeless(finished.lines) == timeless(other.lines)
 
 
 @pytest.mark.parametrize(("method", "quantizer"), PAIRS)
 def test_killed_and_resumed_equals_undisturbed(tmp_path, method, quantizer):
     """Stopped after every round in turn, each time begun again from the folder alone; every other pair on disk."""
-    job = replace(job_of(method, quantizer, "fedavgm"), checkpoint_every=1)
+    job, finished, models = undisturbed(method, quantizer)
     store = ("memory", "disk")[PAIRS.index((method, quantizer)) % 2]
-    finished, models = run_inline(job)
-    for _ in range(job.rounds):
-        with Inline(job, store=store) as engine:
-            try:
-                again = run(job, engine, checkpoints=Checkpoints(tmp_path, "same"), should_stop=lambda: True)
-            except Stopped:
-                continue
-            assert same(models, final_models(job, engine, again.w))
+    for _ in range(job.rounds - 1):
+        with Inline(job, store=store) as engine, pytest.raises(Stopped):
+            run(job, engine, checkpoints=Checkpoints(tmp_path, "same"), should_stop=lambda: True)
+    with Inline(job, store=store) as engine:
+        again, others = finish(job, engine, checkpoints=Checkpoints(tmp_path, "same"))
+    assert same(tensors(models), tensors(others))
     assert same(finished.w, again.w)
     assert timeless(finished.lines) == timeless(again.lines)
+
+
+def kept(state):
+    """The tensors of a state that do not come anew with every round."""
+    found = []
+    for value in (getattr(state, f.name) for f in fields(state) if not f.metadata.get("received")):
+        if isinstance(value, Codebook):
+            value = (*value.centers, *value.scales)
+        found += [value] if isinstance(value, torch.Tensor) else value
+    return found
+
+
+@pytest.mark.parametrize(("method", "quantizer"), PAIRS)
+def test_a_state_survives_store_and_checkpoint(tmp_path, method, quantizer):
+    """After a step: from memory, from disk and from a snapshot comes what was put there, to the bit."""
+    job, *_ = undisturbed(method, quantizer)
+    shard, part = Shard(job, [1]), job.phases[1].method
+    w = part.broadcast(shard.initial)
+    batch = shard.batch(1, 0, shard.rows_of(1, 0)[0])
+    state, _ = part.step(shard.state(1, 1, w), shard.problem(1), batch, job.clock(1, 0))
+    stores = [MemoryStore(shard.forms), DiskStore(shard.forms, tmp_path), MemoryStore(shard.forms)]
+    for store in stores[:2]:
+        store.put(1, 1, state)
+    snapshot(stores[1], tmp_path, "shard-0")
+    restore(tmp_path, [1], stores[2], shard.forms)
+    for store in stores:
+        phase, found = store.get(1, w[0])
+        assert phase == 1
+        assert type(found) is type(state)
+        assert same(kept(found), kept(state))
 
 
 @pytest.mark.parametrize("method", methods)
@@ -145,17 +195,15 @@ def test_unequal_networks_are_accepted_or_refused_with_a_reason(method):
 @pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize(("method", "quantizer"), PAIRS)
 def test_the_exported_file_gives_the_same_outputs(tmp_path, method, quantizer, channels):
-    job = job_of(method, quantizer, channels=channels)
+    job, _, models = undisturbed(method, quantizer, channels)
     judge, inputs = Judge(job.module, job.loss), job.data.test.inputs
-    with Inline(job) as engine:
-        finished = run(job, engine)
-        for client in range(len(job.parts)):
-            model = engine.deployed(job.rounds - 1, finished.w, client)
-            module = judge.load(model.x, job.calibration(client))
-            save(tmp_path / "model.safetensors", module, model.codebook)
-            again = load(tmp_path / "model.safetensors").into(mlp(seed=5)).eval()
-            with torch.no_grad():
-                assert torch.equal(again(inputs), module(inputs)), client
+    for client, model in enumerate(models):
+        module = judge.load(model.x, job.calibration(client))
+        save(tmp_path / "model.safetensors", module, model.codebook)
+        again = load(tmp_path / "model.safetensors").into(mlp(seed=5)).eval()
+        with torch.no_grad():
+            assert torch.equal(again(inputs), module(inputs)), client
+    assert bool(models[0].codebook.scales) == (channels and bool(models[0].codebook))
 
 
 @pytest.mark.parametrize("codec", codecs)

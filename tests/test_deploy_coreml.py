@@ -57,7 +57,7 @@ def test_mixed_bits(tmp_path, needs_coremltools):
 def test_batchnorm_and_fp16(tmp_path, needs_coremltools):
     module, codebook = resnet(4)
     assert target(pack_model(module, codebook)) == "iOS16"
-    export_coreml(tmp_path / "m.mlpackage", module, codebook, about=About("resnet20", (3, 32, 32), 10), half=True)
+    export_coreml(tmp_path / "m.mlpackage", module, codebook, about=About("resnet20", (3, 32, 32), 10), rest="fp16")
     tables, spec = lookups(tmp_path / "m.mlpackage")
     assert len(tables) == 18
     assert all(t.dtype == np.float16 for t in tables)

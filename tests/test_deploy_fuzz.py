@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from qupel.core.codebook import start_codebook
+from qupel.core.codebook import Plan, start_codebook
 from qupel.core.layout import Layout
 from qupel.deploy import About, FormatError, zstd
 from qupel.deploy.commands import _tell
@@ -25,10 +25,12 @@ ODD += ["z" * 200_000, "[red]", "a\n=b", {f"k{i}": i for i in range(5_000)}, [0]
 
 
 def originals() -> list[bytes]:
-    """Small files of several kinds: any m, mixed bits, BatchNorm, fp16, full precision, other dtypes."""
+    """Small files of several kinds: any m, mixed bits, scales, BatchNorm, fp16, full precision, other dtypes."""
     torch.manual_seed(0)
     found = []
-    for levels, rest in [({"1.weight": 3, "3.weight": 2}, "fp32"), ({"3.weight": 200}, "fp16"), ({}, "fp32")]:
+    by_channel = Plan({"1.weight": 4, "5.weight": 3}, channels=True)
+    mixed, wide = {"1.weight": 3, "3.weight": 2}, {"3.weight": 200}
+    for levels, rest in [(mixed, "fp32"), (wide, "fp16"), ({}, "fp32"), (by_channel, "fp32")]:
         module = models.mlp(6, (5, 7), 3)
         layout = Layout.of(module)
         codebook = start_codebook(layout, layout.flatten(module), levels, "quantile")
@@ -134,7 +136,8 @@ def outcome(content: bytes) -> str:
         return str(error)
     for layer in packed.layers:
         assert np.isfinite(layer.weights()).all()
-    assert loads(dumps(packed)).names == packed.names
+    again = loads(dumps(packed))
+    assert (again.names, again.channels) == (packed.names, packed.channels)
     with contextlib.suppress(UserError):  # the head may name a network that the file does not hold
         packed.model()
     with out.capture() as told:  # what `inspect` says of it

@@ -27,7 +27,13 @@ SOFT = Prox(mode="soft", init="kmeans", center_gradient="mean", carry=True)
 CASES = {
     "recipe": lambda: make_job(recipe(1, 2, 1)),
     "soft, first order": lambda: make_job([Phase(Local(quantizer=SOFT), 2), *local(1, optimizer=Adam())]),
-    "competitors": lambda: make_job([Phase(Local(quantizer=ProxQuant()), 2), Phase(Local(quantizer=BinaryRelax()), 2), Phase(Local(quantizer=Afterwards()), 1)]),
+    "competitors": lambda: make_job(
+        [
+            Phase(Local(quantizer=ProxQuant()), 2),
+            Phase(Local(quantizer=BinaryRelax()), 2),
+            Phase(Local(quantizer=Afterwards()), 1),
+        ]
+    ),
     "BatchNorm": lambda: make_job(recipe(1, 1, 1), module=normed()),
     "weighted, sampled": lambda: make_job(recipe(1, 2, 1), weighted=True, sample=0.5),
 }

@@ -7,7 +7,7 @@ import pytest
 
 from qupel.deploy.file import load
 from qupel.deploy.predict import accuracy, open_model
-from qupel.run import config, experiment
+from qupel.run import config, experiment, jobs
 
 CONFIG = """
 seeds = [3]
@@ -44,8 +44,8 @@ def test_files_fit_their_clients_budget_and_onnx_gives_the_reported_accuracy(
         done = CliRunner().invoke(app, ["export", str(run), "--all", "--to", to, "--out", str(tmp_path / to)])
         assert to == "onnx" or done.exit_code == 0, done.output
     cfg = config.parse(CONFIG, "test")
-    data = experiment.load_data("digits", None, None)
-    parts = experiment.split_data(cfg, data, seed=3)
+    data = jobs.load_data("digits", None, None)
+    parts = jobs.split_data(cfg, data, seed=3)
     told = json.loads((run / "cells/QuPeL-s3/result.json").read_text())["lines"][-1]["clients"]["test"]
     budgets = [22 * 1024, 40 * 1024, 56 * 1024]
     seen_plans = set()

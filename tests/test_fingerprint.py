@@ -154,6 +154,7 @@ CHANGES = {
     "evaluate_every": 3,
     "evaluate_sample": 0.5,
     "on_bad_upload": "stop",
+    "upload_bound": 10.0,
     "transform": Transform(torch.tensor([0.5]), torch.tensor([0.5])),
     "names": ("a", "b", "c", "d"),
     "diagnostics": Diagnostics("cheap"),

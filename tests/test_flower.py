@@ -32,8 +32,10 @@ from qupel.flower.folder import Federation, flower_environment, free_port
 from qupel.flower.processes import end, start
 from qupel.flower.server import conduct
 from qupel.flower.tryout import SERVER, Running, down, up
+from qupel.parts.base import vector
 from qupel.run import config as configs
-from qupel.run.experiment import build_job, cells, engine_for, run_experiment
+from qupel.run.experiment import engine_for, run_experiment
+from qupel.run.jobs import build_job, cells
 from tiny import timeless
 
 pytest.importorskip("flwr")
@@ -108,7 +110,7 @@ def local(text, folder):
     files = [p.read_bytes() for p in sorted((folder / "cells").glob("*/models/*"))]
     job = build_job(config, cells(config)[0])
     with Inline(job) as engine:
-        w = run(job, engine).w
+        w = vector(run(job, engine).w)
         rows = [torch.cat(list(tensors)).numpy().tobytes() for _, _, tensors in engine.shard.store.rows()]
     return w, files, rows, result["lines"]
 
@@ -121,7 +123,7 @@ def ranks(text, folder):
     (cell,) = cells(config)
     job = build_job(config, cell)
     with groups.start(2) as group, engine_for(config, cell, job, group, 2, folder) as engine:
-        return run(job, engine).w, files, result["lines"]
+        return vector(run(job, engine).w), files, result["lines"]
 
 
 @pytest.mark.slow
@@ -400,7 +402,7 @@ def test_a_supernode_is_killed_within_a_round(make, tmp_path):
             return answer(header, body)
 
         post.clients[1].answer = absent
-        w = conduct(bench.request(folder / "run", text, minimum=2), post).w
+        w = vector(conduct(bench.request(folder / "run", text, minimum=2), post).w)
         outcomes.append((w.numpy().tobytes(), bench.models(folder)))
     assert (bench.final_w(target).numpy().tobytes(), exported(federation, job_of(federation, "r"))) in outcomes
 
@@ -599,6 +601,6 @@ def test_asked_to_stop_and_resumed(make, tmp_path):
     qupel("run", federation.folder, config, "--name", "r", "--resume", "--upload", "int8")
     post = bench.Direct(bench.clients(tmp_path / "direct", 2))
     expected = conduct(bench.request(tmp_path / "direct/run", text, clients=2, minimum=2, upload="int8"), post)
-    assert torch.equal(bench.final_w(target), expected.w)
+    assert torch.equal(bench.final_w(target), vector(expected.w))
     again = qupel("export", federation.folder, "r").stdout
     assert again.count("bytes") == 2

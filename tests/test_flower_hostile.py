@@ -12,10 +12,13 @@ import torch
 
 import flower_bench as bench
 from flower_bench import Direct, Reply
+from qupel.engine.checkpoint import Since
 from qupel.engine.rounds import metrics
 from qupel.flower import commands, frames
 from qupel.flower.boundary import printable
 from qupel.flower.server import Request, conduct, greet, open_fleet
+from qupel.parts.base import vector
+from tiny import beginning, same
 
 pytest.importorskip("flwr")
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
@@ -120,11 +123,11 @@ def test_a_claimed_number_of_samples_is_bounded(tmp_path):
     for most, weights in ((10.0, (20, 20, 200)), (1.0, (20, 20, 20))):
         folder = tmp_path / f"{most}"
         finished = conduct(bench.request(folder / "run", text, most_weight=most), Direct(bench.clients(folder), lie))
-        total = torch.zeros(len(finished.w), dtype=torch.float64)
+        total = torch.zeros(len(finished.w[0]), dtype=torch.float64)
         for i, weight in enumerate(weights):
             body = (folder / f"state-{i}" / "job-1" / "round-000004" / "upload.bin").read_bytes()
             total += weight * torch.frombuffer(bytearray(body), dtype=torch.float32).double()
-        assert torch.allclose(finished.w.double(), total / sum(weights), atol=1e-6)
+        assert torch.allclose(finished.w[0].double(), total / sum(weights), atol=1e-6)
 
 
 # --- Flower's messages ---
@@ -172,9 +175,7 @@ def message(question, header, body=b"", upload=None):
 
 
 def first_w(job):
-    from qupel.core.layout import Layout
-
-    return Layout.of(job.module).flatten(job.module)
+    return beginning(job).w
 
 
 def npy(shape, size=100):
@@ -335,8 +336,8 @@ def fuzz(fleet, total, seed=0, count=50):
     opened, job, request = fleet(count)
     grid, w = opened.post.grid, first_w(job)
     honest = {d.client: d for d in opened.train(0, w, range(count))}
-    upload = honest[0].upload
-    assert all(torch.equal(d.upload, upload) for d in honest.values())
+    upload = honest[0].upload.rows
+    assert all(same(d.upload.rows, upload) for d in honest.values())
     plain, turned, hostile = grid.answer, set(), 0
 
     def answer(client, question):
@@ -365,13 +366,13 @@ def fuzz(fleet, total, seed=0, count=50):
         believed["hello"] += count - len(told["left_out"])
         assert (told["shape"], told["classes"]) == ((1, 8, 8), 10)
         done = list(opened.train(0, w, range(count)))
-        assert torch.equal(done[0].upload, upload)
-        assert all(d.fault or d.upload is None or bool(torch.isfinite(d.upload).all()) for d in done)
+        assert same(done[0].upload.rows, upload)
+        assert all(d.fault or d.upload is None or bool(torch.isfinite(vector(d.upload.rows)).all()) for d in done)
         believed["train"] += sum(d.fault is None for d in done)
         judged = list(opened.evaluate(0, w, range(count)))
         believed["evaluate"] += len(judged)
         assert 0 in [j.client for j in judged]
-        line = metrics(job, 0, judged, 0.0, opened.unheard, 0)
+        line = metrics(job, 0, judged, Since(refused=opened.unheard), 0, 0)
         assert 0 <= line["test"] <= 1
         exported = opened.export(0, w)
         believed["export"] += sum("error" not in e for e in exported)
@@ -383,6 +384,7 @@ def fuzz(fleet, total, seed=0, count=50):
         commands._tell(
             {
                 "refused": texts,
+                "notes": [],
                 "line": line,
                 "loss": 0.0,
                 "loss_quantized": 0.0,

@@ -13,13 +13,16 @@ import torch
 
 import flower_bench as bench
 from flower_bench import Direct, Reply
-from qupel.core.layout import Layout
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, run
 from qupel.flower.server import conduct, open_fleet
+from qupel.flower.task import PROTOCOL
+from qupel.parts.base import vector
 from qupel.run import config as configs
-from qupel.run.experiment import build_job, cells, run_experiment
+from qupel.run.experiment import run_experiment
+from qupel.run.jobs import build_job, cells
 from qupel.util.errors import UserError
+from tiny import beginning, same
 
 
 @pytest.fixture(autouse=True)
@@ -60,8 +63,8 @@ def test_equal_to_the_reference_engine(tmp_path, reference):
     post = Direct(bench.clients(tmp_path))
     finished = conduct(run_folder, post)
     w, files, lines = reference
-    assert torch.equal(finished.w, w)
-    assert torch.equal(bench.final_w(run_folder), w)
+    assert same(finished.w, w)
+    assert torch.equal(bench.final_w(run_folder), vector(w))
     assert bench.models(tmp_path) == files
     same_lines(told(run_folder), lines)
     assert all('"bits"' not in json.dumps(header) for header in post.headers)
@@ -92,7 +95,7 @@ def test_workers_that_die_between_rounds_lose_nothing(tmp_path, reference):
 
     post.twist = die
     finished = conduct(bench.request(tmp_path / "run"), post)
-    assert torch.equal(finished.w, reference[0])
+    assert same(finished.w, reference[0])
     assert bench.models(tmp_path) == reference[1]
 
 
@@ -123,9 +126,51 @@ def test_server_killed_within_a_round(tmp_path, reference, at, answered):
             conduct(run_folder, post, watch=lambda p: None, should_stop=lambda: stop_at(post, at, Killed))
     post.twist = lambda client, header, reply: [reply]
     finished = conduct(run_folder, post)
-    assert torch.equal(finished.w, reference[0])
+    assert same(finished.w, reference[0])
     assert bench.models(tmp_path) == reference[1]
     assert json.loads((run_folder / "attempt.json").read_text()) == 2
+
+
+def test_the_servers_newest_checkpoints_are_damaged(tmp_path, reference):
+    """It goes on from the oldest of three; clients still have the states that it needs."""
+    run_folder = bench.request(tmp_path / "run")
+    post = Direct(bench.clients(tmp_path))
+    with pytest.raises(KeyboardInterrupt):
+        conduct(run_folder, post, should_stop=lambda: stop_at(post, 4, KeyboardInterrupt))
+    damaged = sorted((run_folder / "checkpoints").glob("round-*"))[1:]
+    assert [path.name for path in damaged] == ["round-000003", "round-000004"]
+    for path in damaged:
+        (path / "w.bin").write_bytes(b"")
+    finished = conduct(run_folder, post)
+    assert post.asked.count(("train", 2, 1)) == 2
+    assert same(finished.w, reference[0])
+    assert bench.models(tmp_path) == reference[1]
+
+
+def test_a_round_that_could_not_be_kept_is_not_half_of_one(tmp_path, reference):
+    """Trained, then something fails before its state is kept: asked again, it trains from the state it had before."""
+    post = Direct(bench.clients(tmp_path))
+
+    def fill(client, header, reply):
+        if client == 0 and header["kind"] == "train" and header["round"] == 2:
+            generations = post.clients[1].job.generations  # who is asked next
+            real = generations.keep
+
+            def keep(*_):
+                generations.keep = real
+                raise OSError("no space left on device")
+
+            generations.keep = keep
+            post.twist = lambda client, header, reply: [reply]
+        return [reply]
+
+    post.twist = fill
+    real_ask = post.ask
+    post.ask = lambda header, body, clients, seconds: real_ask(header, body, sorted(clients, reverse=True), seconds)
+    finished = conduct(bench.request(tmp_path / "run"), post)
+    assert post.asked.count(("train", 2, 1)) == 2
+    assert same(finished.w, reference[0])
+    assert bench.models(tmp_path) == reference[1]
 
 
 def stop_at(post, at, error):
@@ -141,7 +186,7 @@ def test_stopped_on_request_and_resumed(tmp_path, reference):
     with pytest.raises(Stopped, match="after round 1 of 5"):
         conduct(run_folder, post, should_stop=lambda: True)
     finished = conduct(run_folder, post)
-    assert torch.equal(finished.w, reference[0])
+    assert same(finished.w, reference[0])
 
 
 def test_a_round_asked_twice_counts_once(tmp_path):
@@ -168,7 +213,7 @@ def test_a_round_asked_twice_counts_once(tmp_path):
     conduct(run_folder, post)
     trained = [(h, b) for h, b in bodies if h["kind"] == "train"]
     client = post.clients[2]
-    for k in (3, 4):  # both kept generations answer again
+    for k in (1, 2, 3, 4):  # all kept generations answer again
         header, body = trained[k]
         reply, payload = client.answer(header, body)
         assert (reply, payload) == (heard[k][1].header, heard[k][1].body)
@@ -176,8 +221,8 @@ def test_a_round_asked_twice_counts_once(tmp_path):
     other = (np.frombuffer(body, np.float32) + np.float32(1e-3)).tobytes()
     reply, _ = client.answer(header, other)
     assert "is over" in reply["error"]  # the same attempt does not ask for a round with two models
-    reply, _ = client.answer(trained[1][0], trained[1][1])
-    assert "round 2 is over: this client is at round 5" in reply["error"]
+    reply, _ = client.answer(*trained[0])
+    assert "round 1 is over: this client is at round 5" in reply["error"]
     again, payload = client.answer({**header, "attempt": 9}, other)
     assert "error" not in again
     assert payload != heard[4][1].body
@@ -185,8 +230,8 @@ def test_a_round_asked_twice_counts_once(tmp_path):
     assert "is over" in reply["error"]  # attempt 1 has been overtaken
     _, payload = client.answer({**header, "attempt": 10}, body)  # from the generation before, once more
     assert payload == heard[4][1].body
-    reply, _ = client.answer({**trained[2][0], "attempt": 11}, other)
-    assert "cannot go back to round 3: of the past, round 4 is kept" in reply["error"]
+    reply, _ = client.answer({**trained[1][0], "attempt": 11}, other)
+    assert "cannot go back to round 2: of the past, round 2 is kept" in reply["error"]
 
 
 # --- clients that are gone, late or wrong ---
@@ -230,7 +275,7 @@ LIES = {
     "NaN": (nan, "upload holds values that are not finite"),
     "too short": (lambda c, h, r: [Reply(c, r.header, r.body[:-4])], "upload has"),
     "nothing": (lambda c, h, r: [Reply(c, r.header)], "sent no upload"),
-    "too long": (lambda c, h, r: [Reply(c, r.header, r.body + b"\0" * 4)], "upload has"),
+    "too long": (lambda c, h, r: [Reply(c, r.header, r.body + b"\0" * 8)], "upload has"),
     "old round": (spoil(round=0), "answered round 1 when asked for round 2"),
     "no round": (spoil(round="x"), "round = 'x': allowed is a whole number"),
     "another job": (spoil(job="other"), "answered job 'other'"),
@@ -283,7 +328,7 @@ def test_duplicates_and_strangers_are_not_averaged(tmp_path, reference):
         return [reply, changed, Reply(17, reply.header, reply.body)]
 
     finished = conduct(bench.request(tmp_path / "run"), Direct(bench.clients(tmp_path), twice))
-    assert torch.equal(finished.w, reference[0])
+    assert same(finished.w, reference[0])
     same_lines(told(tmp_path / "run"), reference[2])
 
 
@@ -299,7 +344,7 @@ def test_a_client_that_is_gone_for_a_while_rejoins_with_its_state(tmp_path):
     refused = [text for line in told(run_folder) for text in line["refused"]]
     assert refused == ["client 1: not connected"] * 2
     assert [r for kind, r, i in post.asked if (kind, i) == ("train", 1)] == [0, 3, 4]
-    assert torch.equal(finished.w, undisturbed_without(tmp_path, {1}, {1, 2}))
+    assert same(finished.w, undisturbed_without(tmp_path, {1}, {1, 2}))
     assert "number" in told(run_folder)[0]["clients"]
 
 
@@ -329,21 +374,24 @@ def test_every_client_counts_by_its_samples(tmp_path):
     job = build_job(config, cells(config)[0])
     assert len({job.share(i) for i in range(3)}) > 1
     with Inline(job) as engine:
-        assert torch.equal(run(job, engine).w, finished.w)
+        assert same(run(job, engine).w, finished.w)
 
 
-def test_a_claim_of_samples_is_bounded(tmp_path):
-    """A client that claims a thousand million counts as one with a hundred times the median."""
+def test_a_claim_of_samples_costs_nothing(tmp_path):
+    """A client that claims a thousand million needs no room for them, and counts once (with weighted = true: for ten
+    medians, see test_flower_hostile.py)."""
     run_folder = bench.request(tmp_path / "run", bench.config())
 
     def claim(client, header, reply):
         return [Reply(client, {**reply.header, "samples": 10**9}, reply.body) if client == 1 else reply]
 
     fleet = open_fleet(run_folder, Direct(bench.clients(tmp_path), claim))
-    assert [len(p.train_rows) for p in fleet.parts] == [20, 2000, 20]
-    trained = list(fleet.train(0, Layout.of(fleet.job.module).flatten(fleet.job.module), range(3)))
+    assert [len(p.train_rows) for p in fleet.parts] == [20, 10**9, 20]
+    assert all(p.train_rows.strides == (0,) for p in fleet.parts)
+    trained = list(fleet.train(0, beginning(fleet.job).w, range(3)))
     assert all(t.fault is None for t in trained)
-    assert [len(p.train_rows) for p in fleet.parts] == [20, 2000, 20]
+    assert [fleet.job.share(i) for i in range(3)] == [1.0] * 3
+    assert fleet.task.epoch_steps == 20 // 8
 
 
 # --- a client's own business ---
@@ -385,7 +433,7 @@ def test_first_answers_may_fail(tmp_path, reference):
         return [Reply(client, {"error": "error 5: node unavailable"})] if lost else [reply]
 
     post.twist = lose
-    assert torch.equal(conduct(bench.request(tmp_path / "run"), post).w, reference[0])
+    assert same(conduct(bench.request(tmp_path / "run"), post).w, reference[0])
     assert [post.asked.count(("hello", None, i)) for i in range(3)] == [1, 2, 3]
 
 
@@ -411,7 +459,7 @@ def test_private_clients_tell_no_scores_and_never_the_same_noise(tmp_path):
     uploads = [(tmp_path / f"state-{i}/job-1/round-000004/upload.bin").read_bytes() for i in range(3)]
     assert len(set(uploads)) == 3
     again = conduct(bench.request(tmp_path / "other", job="job-2"), post)
-    assert not torch.equal(first.w, again.w)  # noise is the machine's, not the seed's
+    assert not same(first.w, again.w)  # noise is the machine's, not the seed's
 
 
 def test_private_uploads_have_noise_for_twice_the_clip(tmp_path):
@@ -420,8 +468,9 @@ def test_private_uploads_have_noise_for_twice_the_clip(tmp_path):
     post, bare = Direct(bench.clients(tmp_path / "a", more=privacy)), Direct(bench.clients(tmp_path / "b"))
     run_folder = bench.request(tmp_path / "run")
     fleets = [open_fleet(run_folder, p) for p in (post, bare)]
-    w = Layout.of(fleets[0].job.module).flatten(fleets[0].job.module)
-    noisy, plain = ([d.upload for d in fleet.train(0, w, range(3))] for fleet in fleets)
+    w = beginning(fleets[0].job).w
+    noisy, plain = ([d.upload.rows[0] for d in fleet.train(0, w, range(3))] for fleet in fleets)
+    w = w[0]
     noise = []
     for upload, honest in zip(noisy, plain, strict=True):
         moved = honest - w
@@ -443,8 +492,8 @@ def test_shorter_uploads(tmp_path, reference, codec):
 
     post.twist = die
     finished = conduct(run_folder, post)
-    exact = reference[0]
-    away = float((finished.w - exact).norm() / exact.norm())
+    exact = reference[0][0]
+    away = float((finished.w[0] - exact).norm() / exact.norm())
     assert 0 < away < (1e-3 if codec == "fp16" else 2e-2)
     size = len(exact)
     assert told(run_folder)[-1]["upload_bytes"] == (2 * size if codec == "fp16" else size + 4 * -(-size // 256))
@@ -452,7 +501,7 @@ def test_shorter_uploads(tmp_path, reference, codec):
     config = configs.parse(bench.config(), "test")
     job = build_job(config, cells(config)[0])
     with runpy.run_path(str(script))["Coded"](job, codec) as engine:
-        assert torch.equal(run(job, engine).w, finished.w)
+        assert same(run(job, engine).w, finished.w)
 
 
 @pytest.mark.parametrize(
@@ -478,10 +527,10 @@ def test_mistakes_in_a_client_config(tmp_path, text, words):
     [
         {},
         {"kind": "train"},
-        {"kind": "hello", "protocol": 2},
-        {"kind": "hello", "protocol": 3, "seed": 0},
-        {"kind": "train", "protocol": 2, "task": {"job": "../x"}},
-        {"kind": "x", "protocol": 2},
+        {"kind": "hello", "protocol": PROTOCOL},
+        {"kind": "hello", "protocol": 2, "seed": 0},
+        {"kind": "train", "protocol": PROTOCOL, "task": {"job": "../x"}},
+        {"kind": "x", "protocol": PROTOCOL},
     ],
 )
 def test_a_question_that_is_none_is_answered_with_an_error(tmp_path, header):

@@ -16,10 +16,11 @@ import pytest
 import flower_bench as bench
 from qupel.flower import frames, processes
 from qupel.flower.processes import Process, end, start, started
+from qupel.flower.task import PROTOCOL
 from qupel.flower.thin import WorkerMissing, forward
 from qupel.util.errors import UserError
 
-HELLO = {"kind": "hello", "protocol": 2, "seed": 0}
+HELLO = {"kind": "hello", "protocol": PROTOCOL, "seed": 0}
 
 
 def worker_of(state):

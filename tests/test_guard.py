@@ -14,7 +14,10 @@ from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed, Stopped, run
 from qupel.engine.shard import Trained
 from qupel.engine.workers import Pool, Workers
-from qupel.parts.methods import FedAvg, Phase
+from qupel.parts.base import Upload
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.binaryrelax import BinaryRelax
 from tiny import final_models, make_job, recipe, run_inline, same, timeless
 
 SIZES = (12,) * 6
@@ -33,7 +36,8 @@ class Poisoned:
     def train(self, round, w, clients):
         for done in self.engine.train(round, w, clients):
             if done.client == POISONER and done.upload is not None:
-                done = replace(done, upload=self.poison(round, done.upload, w))
+                (u,), (sent,) = done.upload.rows, w
+                done = replace(done, upload=Upload((self.poison(round, u, sent),)))
             yield done
 
 
@@ -70,11 +74,11 @@ def attacked(poison, tmp_path=None, rounds=24, **settings):
 @pytest.mark.parametrize("name", POISONS)
 def test_a_run_ends_with_finite_numbers_whatever_one_client_sends(name, tmp_path):
     finished, _ = attacked(POISONS[name], tmp_path)
-    assert bool(torch.isfinite(finished.w).all())
+    assert bool(torch.isfinite(finished.w[0]).all())
     for line in finished.lines:
-        assert all(math.isfinite(line[key]) for key in ("loss", "test", "test_loss")), line
+        assert all(math.isfinite(line[key]) for key in ("train_loss", "test", "test_loss")), line
     assert finished.lines[-1]["round"] == 24
-    assert float(finished.w.abs().max()) < 1e4
+    assert float(finished.w[0].abs().max()) < 1e4
 
 
 def test_one_upload_of_1e30_costs_its_client_one_round():
@@ -92,7 +96,7 @@ def test_in_the_first_round_the_rounds_own_median_decides():
     finished, seen = attacked(POISONS["20 first"], rounds=4)
     assert [len(p.refused) for p in seen] == [1, 0, 0, 0]
     assert "the new w of round 1, the old one stays: client 2 is " in seen[0].refused[0]
-    assert float(finished.w.abs().max()) < 10
+    assert float(finished.w[0].abs().max()) < 10
 
 
 def test_a_ruined_w_goes_back_and_the_suspect_sits_out(tmp_path):
@@ -132,6 +136,16 @@ def test_a_usual_that_changes_for_everyone_is_learned():
     assert refused[-1] == 0
 
 
+def test_a_phase_that_tells_no_loss_at_x_is_not_taken_for_a_ruin():
+    """BinaryRelax looks between x and Q(x) only; a client that moves farther than the others is none of it."""
+    phases = [Phase(FedAvg(eta1=Schedule(0.2)), 4), Phase(FedAvg(eta1=Schedule(0.2), quantizer=BinaryRelax()), 4)]
+    job = make_job(phases, sizes=SIZES, bits=(2,), evaluate_every=1)
+    with Inline(job) as engine:
+        finished = run(job, Poisoned(engine, lambda round, u, w: w + 4 * (u - w)))
+    assert all("rolled_back" not in line for line in finished.lines)
+    assert "train_loss" not in finished.lines[-1]
+
+
 def test_every_engine_refuses_the_same():
     job = make_job(recipe(3, 4, 2), sizes=SIZES)
     ends = []
@@ -147,7 +161,7 @@ def test_every_engine_refuses_the_same():
                 ends.append((finished, final_models(job, engine, finished.w)))
     (one, models), (two, others) = ends
     assert any(line["refused"] for line in one.lines)
-    assert torch.equal(one.w, two.w)
+    assert same(one.w, two.w)
     assert same(models, others)
     assert timeless(one.lines) == timeless(two.lines)
 
@@ -155,7 +169,7 @@ def test_every_engine_refuses_the_same():
 def test_where_nothing_is_refused_no_bit_changes():
     job = make_job(recipe(), sizes=SIZES)
     (a, models), (b, others) = run_inline(job), run_inline(replace(job, upload_bound=0.0))
-    assert torch.equal(a.w, b.w)
+    assert same(a.w, b.w)
     assert same(models, others)
     assert timeless(a.lines) == timeless(b.lines)
 
@@ -173,7 +187,7 @@ def test_an_attacked_run_is_resumed_to_the_same_end(tmp_path, stop):
             should_stop=lambda: len(done) >= stop - 1)  # fmt: skip
     with Inline(job) as engine:
         finished = run(job, Poisoned(engine, ruin), checkpoints=Checkpoints(tmp_path / "parts", "f"))
-    assert torch.equal(whole.w, finished.w)
+    assert same(whole.w, finished.w)
     assert timeless(whole.lines) == timeless(finished.lines)
 
 
@@ -183,7 +197,7 @@ W = torch.zeros(4)
 
 
 def upload(client, size):
-    return Trained(client, torch.tensor([size, 0.0, 0.0, 0.0]), 1.0)
+    return Trained(client, Upload((torch.tensor([size, 0.0, 0.0, 0.0]),)), {"loss": 1.0})
 
 
 def test_bound_and_suspects_by_hand():
@@ -211,9 +225,11 @@ def test_losses_by_hand():
     guard = Guard(10.0, clients=3, keep=1)
     guard.begin(0, 0, W)
     guard.present(range(3))
-    assert guard.exploded(math.nan) is None  # clients that keep their losses to themselves
-    assert [guard.exploded(v) for v in (1.0, 2.0, 1.5, 20.0)] == [None] * 4
-    assert guard.exploded(20.1) == "the clients' mean loss is 20.1, over 10 times the 2 of the first rounds"
-    assert guard.exploded(math.nan) == "no client has a finite loss"
+    assert guard.exploded({}) is None  # clients that keep their losses to themselves
+    assert [guard.exploded({"loss": v}) for v in (1.0, 2.0, 1.5, 20.0)] == [None] * 4
+    assert guard.exploded({"loss": 20.1}) == "the clients' mean loss is 20.1, over 10 times the 2 of the first rounds"
+    assert guard.exploded({"loss_quantized": 20.1}) == guard.exploded({"loss": 20.1})
+    assert guard.exploded({}) == "no client has a finite loss"
+    assert guard.exploded({"relaxed_loss": 0.5}) is None  # they have one, of another kind
     guard.present([])
-    assert guard.exploded(math.nan) is None  # nobody took part
+    assert guard.exploded({}) is None  # nobody took part

@@ -87,7 +87,8 @@ def arrays(path, seed):
 
 
 def test_other_data_under_the_same_name_are_refused(tmp_path):
-    from qupel.run.experiment import data_identity, load_data
+    from qupel.run.folder import data_identity
+    from qupel.run.jobs import load_data
 
     path, out = tmp_path / "d.npz", tmp_path / "r"
     mine = f'data.name="{path}"'

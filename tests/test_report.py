@@ -17,9 +17,10 @@ import pytest
 from PIL import Image
 
 from made_runs import LAYERS, line, result, write_run
+from qupel.paper.forms import FORMS
 from qupel.report import charts, figures, forms, page
-from qupel.report.write import write_report
 from qupel.report.runs import load_runs
+from qupel.report.write import write_report
 from qupel.util.errors import UserError
 
 METHODS = ("QuPeL", "Local", "FedAvg + tuning")
@@ -64,7 +65,7 @@ def read_page(*folders):
     """The page of these runs; nothing is written."""
     runs = load_runs(list(folders))
     c = charts.compare(runs)
-    return Page(page.page(runs, c, charts.all_charts(c), forms.forms(runs), ["table.md"]))
+    return Page(page.page(runs, c, charts.all_charts(c), forms.forms(runs, FORMS), ["table.md"]))
 
 
 # --- numbers ---
@@ -372,7 +373,7 @@ def test_a_reproduced_table_has_the_papers_numbers_beside_ours(tmp_path):
     (run / "reproduce.json").write_text(
         json.dumps({"table": "table2", "scale": "smoke", "rows": ["QuPeL, paper's method"]})
     )
-    (form,) = forms.forms(load_runs([run]))
+    (form,) = forms.forms(load_runs([run]), FORMS)
     assert "77.88 ± 0.16" in form.html
     ours = np.mean([100 * r["lines"][-1]["test"] for r in results(labels=labels[:1])])
     assert f"{ours:.2f} ± " in form.html

@@ -16,14 +16,19 @@ from scipy import stats
 
 from qupel.core.schedule import Clock
 from qupel.paper import published as paper
+from qupel.paper.forms import FORMS
 from qupel.paper.reproduce import plan
 from qupel.paper.reproduce.commands import _duration, reproduce
 from qupel.paper.reproduce.publish import publish
-from qupel.parts.methods import FedAvg, FineTune, Local, QuPeL
-from qupel.report.write import write_report
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.quantizers.frozen import Frozen
+from qupel.report.runs import AT, place
 from qupel.report.significance import Gain
+from qupel.report.write import write_report
 from qupel.run.experiment import cells, result_file
-from qupel.run.recipes import RECIPES, Budget
+from qupel.run.recipes import Length, find
 from qupel.util.errors import UserError
 
 COMMAND = [sys.executable, "-m", "qupel", "reproduce", "table2", "--scale", "smoke", "--seeds", "1", "--workers", "1"]
@@ -31,8 +36,8 @@ COMMAND = [sys.executable, "-m", "qupel", "reproduce", "table2", "--scale", "smo
 
 def phases(table, scale, row, column, epoch_steps):
     config = plan.build(table, scale, 1)
-    method = config.methods[row + paper.AT + column]
-    return RECIPES[method.recipe].phases(method, Budget(config.rounds, config.local_steps, epoch_steps)), config
+    method = config.methods[row + AT + column]
+    return find(method.recipe).phases(method, Length(config.rounds, config.local_steps, epoch_steps)), config
 
 
 # --- settings ---
@@ -41,7 +46,7 @@ def phases(table, scale, row, column, epoch_steps):
 @pytest.mark.parametrize(("table", "scale"), [*itertools.product(("table1", "table2", "table3"), plan.SCALES)])
 def test_every_table_has_every_cell_of_the_paper_at_every_scale(table, scale):
     config = plan.build(table, scale, 3)
-    places = {paper.place(label) for label in config.methods}
+    places = {place(label) for label in config.methods}
     assert places >= set(paper.TABLES[table].values)
     assert {column for _, column in places} == set(paper.TABLES[table].columns)
     assert config.seeds == (0, 1, 2)
@@ -52,7 +57,8 @@ def test_every_table_has_every_cell_of_the_paper_at_every_scale(table, scale):
 def test_the_paper_s_scale_is_the_paper_s_setting(row, main):
     (first, last), config = phases("table2", "paper", row, "2 bits", 50)
     assert isinstance(first.method, main)
-    assert isinstance(last.method, FineTune)
+    assert isinstance(last.method, main)
+    assert isinstance(last.method.quantizer, Frozen)
     assert (first.rounds, last.rounds) == (1500, 250)  # 300 and 50 epochs of 50 steps, tau = 10
     assert (config.local_steps, config.batch, config.model.name, config.data.augment) == (10, 50, "cnn5", False)
     assert (config.split.clients, config.split.classes, config.split.train_per_client) == (20, 4, None)
@@ -60,7 +66,7 @@ def test_the_paper_s_scale_is_the_paper_s_setting(row, main):
     assert [eta1(t) for t in (1, 2, 301)] == pytest.approx([0.1, 0.099, 0.1 * 0.99**300])
     assert [q.eta2(t) for t in (1, 120, 121, 180, 181)] == pytest.approx([1e-4, 1e-4, 1e-5, 1e-5, 1e-6])
     assert [q.lam(t) for t in (1, 200)] == pytest.approx([1e-6, 2e-4])
-    assert (q.lam_c, q.mode, q.gradient, q.rule, q.init) == (None, "hard", "sum", "exact", "paper")
+    assert (q.lam_c, q.mode, q.center_gradient, q.rule, q.init) == (None, "hard", "sum", "exact", "paper")
     assert first.method.optimizer.weight_decay == 1e-4
     if main is QuPeL:
         assert (first.method.lambda_p(300), first.method.coupling, first.method.as_printed) == (0.025, 0.125, False)
@@ -76,7 +82,7 @@ def test_table_1_at_the_paper_s_scale():
     assert q.lam(7) == pytest.approx(7e-4)
     assert config.data.augment
     (plain, _), _ = phases("table1", "paper", "ProxQuant, 1 bit", "ResNet-20", 390)
-    assert (plain.method.scale, plain.method.lam(7)) == ("one", pytest.approx(7e-4))
+    assert (plain.method.quantizer.scale, plain.method.quantizer.lam(7)) == ("one", pytest.approx(7e-4))
 
 
 def travel(phase, local_steps, epoch_steps):
@@ -120,7 +126,7 @@ def test_the_columns_of_table_2_have_the_bits_they_say():
     for label, method in plan.build("table2", "paper", 1).methods.items():
         bits = [method.bits] if isinstance(method.bits, int) else method.bits
         widths = [bits[i % len(bits)] for i in range(20)]
-        assert f"{np.mean(widths):g} bits" == paper.place(label)[1]
+        assert f"{np.mean(widths):g} bits" == place(label)[1]
 
 
 # --- the paper's form ---
@@ -308,7 +314,7 @@ def test_figure_1_is_drawn_from_table_2_and_trains_nothing(finished, capsys):
 
 
 def test_a_report_shows_the_papers_table(finished, tmp_path):
-    page = write_report([finished / "table2-smoke"], tmp_path / "report").read_text()
+    page = write_report([finished / "table2-smoke"], tmp_path / "report", FORMS).read_text()
     assert "Table 2" in page
     assert "77.88 ± 0.16" in page
     assert page.count("not to be compared with the paper") > 3  # next to the table and every figure

@@ -18,7 +18,7 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.prox import Prox
-from qupel.run.recipes import RECIPES, Budget, Settings
+from qupel.run.recipes import Length, Settings, find
 from tiny import beginning, make_job, run_inline, same
 
 QUPEL = QuPeL(eta1=Schedule(0.1, cosine=12), quantizer=Prox(eta2=Schedule(0.0), lam=Travel(1.0)))
@@ -61,14 +61,16 @@ def test_step_sizes_end_with_the_run_whatever_the_share():
     """The half cosine of a recipe is over all rounds, in epochs of a client."""
     for sample in (1.0, 0.25):
         job = make_job([Phase(FedAvg(), 1)], sizes=(12,) * 8, sample=sample)
-        budget = Budget(40, job.local_steps, job.steps_per_epoch)
-        job = job.with_phases(RECIPES["qupel"].phases(Settings(warmup=0.5, finetune=0.25), budget))
+        length = Length(40, job.local_steps, job.steps_per_epoch)
+        job = job.with_phases(find("qupel").phases(Settings(warmup=0.5, finetune=0.25), length))
         sizes = [p.method.eta1(job.clock(r, 0).time) for r in range(40) for p in [job.phases[job.locate(r)[0]]]]
         assert sizes == pytest.approx([0.05 * (1 + np.cos(np.pi * r / 40)) for r in range(40)])
 
 
 def test_diagnostics_tell_the_travel_that_was_made():
-    job = make_job([Phase(QUPEL, 12)], sizes=(8,) * 6, bits=(2,), sample=0.5, diagnostics=Diagnostics("cheap"), evaluate_every=5)
+    job = make_job(
+        [Phase(QUPEL, 12)], sizes=(8,) * 6, bits=(2,), sample=0.5, diagnostics=Diagnostics("cheap"), evaluate_every=5
+    )
     finished, _ = run_inline(job)
     for line in finished.lines:
         made = [travel_of(job, client, range(line["round"])) for client in range(6)]

@@ -21,7 +21,8 @@ from qupel.report.charts import compare
 from qupel.report.runs import load_runs
 from qupel.report.tables import rows
 from qupel.run import config as configs
-from qupel.run.experiment import cells, run_experiment
+from qupel.run.experiment import run_experiment
+from qupel.run.jobs import cells
 from qupel.util.errors import UserError
 from tiny import make_job, run_inline, timeless
 

@@ -182,7 +182,10 @@ METHODS = {
     "as printed": [Phase(QuPeL(as_printed=True, quantizer=quantizer(rule="paper")), 3)],
     "adam": [Phase(FedAvg(optimizer=Adam()), 2), Phase(Local(optimizer=Adam(), quantizer=quantizer()), 3)],
     "proxquant": [Phase(Local(quantizer=ProxQuant()), 3), Phase(Local(quantizer=Frozen()), 2)],
-    "binaryrelax": [Phase(Local(quantizer=BinaryRelax()), 2), Phase(Local(quantizer=BinaryRelax(lam=Schedule(math.inf))), 2)],
+    "binaryrelax": [
+        Phase(Local(quantizer=BinaryRelax()), 2),
+        Phase(Local(quantizer=BinaryRelax(lam=Schedule(math.inf))), 2),
+    ],
     "posttraining": [Phase(Local(quantizer=Afterwards()), 3)],
     "fixed centers": [Phase(Local(quantizer=quantizer(eta2=Schedule(0.0))), 3)],
 }

@@ -115,17 +115,27 @@ def test_pairs_are_matched_by_seed():
     assert tables.rows([*a, *lone])[1].p is None
 
 
-def test_before_tuning_is_the_end_of_the_phase_before():
+@pytest.mark.parametrize(
+    ("learned", "tuned"),
+    [
+        ({"method": "qupel", "quantizer": "prox"}, {"method": "qupel", "quantizer": "frozen"}),
+        ({"method": "qupel"}, {"method": "finetune"}),  # as results of 0.1 have it
+    ],
+)
+def test_before_tuning_is_the_end_of_the_phase_before(learned, tuned):
     lines = [
-        line(1, 0.3, phase=0, method="fedavg"),
-        line(2, 0.4, phase=1),
-        line(3, 0.55, phase=1),
-        line(4, 0.6, phase=2, method="finetune"),
-        line(5, 0.7, phase=2, method="finetune"),
+        line(1, 0.3, phase=0, method="fedavg", float_test=0.3),
+        line(2, 0.4, phase=1, float_test=0.8, **learned),
+        line(3, 0.55, phase=1, float_test=0.9, **learned),
+        line(4, 0.6, phase=2, float_test=0.6, **tuned),
+        line(5, 0.7, phase=2, float_test=0.7, **tuned),
     ]
     (row,) = tables.rows([cell("A", 0, *lines)])
     assert row.before_tuning == pytest.approx(55)
+    assert row.float_mean == pytest.approx(90)  # fine-tuning has no float model
     assert row.mean == pytest.approx(70)
+    (row,) = tables.rows([cell("A", 0, *lines[:3])])
+    assert row.before_tuning is None
 
 
 def test_float_mean_is_the_model_before_quantization():

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from qupel.deploy import commands as deploy
 from qupel.flower import commands as flower
@@ -24,7 +25,6 @@ from qupel.util.terminal import (
     Watcher,
     err,
     leave_quietly,
-    number_table,
     out,
     plain,
     shown,
@@ -119,7 +119,7 @@ def run(
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
     given = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics, "vectorize": vectorize}
     overrides = [*(set or []), *(f"{key}={value}" for key, value in given.items() if value)]
-    with _crew(engine, workers, rank_timeout) as (workers, start):
+    with _crew(engine, workers, rank_timeout, config) as (workers, start):
         where = (device, tensorboard, other_versions)
         _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, *where)
 
@@ -145,10 +145,13 @@ def train(
 
 
 @contextmanager
-def _crew(engine: str | None, workers: int | None, rank_timeout: float | None = None) -> Iterator[tuple[int, Any]]:
+def _crew(
+    engine: str | None, workers: int | None, rank_timeout: float | None = None, config: Path | None = None
+) -> Iterator[tuple[int, Any]]:
     """(number of workers, what starts them). A rank other than 0 serves in here until its process ends."""
     from qupel.engine import group
     from qupel.engine.workers import Pool
+    from qupel.run import config as configs
     from qupel.run import experiment
     from qupel.util.machine import available_cpus
 
@@ -159,6 +162,8 @@ def _crew(engine: str | None, workers: int | None, rank_timeout: float | None = 
             yield workers or available_cpus(), start
             return
         if ranks.rank > 0:
+            if config is not None:  # that of rank 0 comes as an order; parts of one's own may stand beside the file
+                configs.find_modules_beside(config)
             experiment.serve(ranks)
         if engine == "local" and ranks.size > 1:
             raise UserError(f"{ranks.size} ranks were started, and the local engine needs none: start it by itself")
@@ -182,6 +187,7 @@ def _experiment(
     other_versions: bool,
 ) -> None:
     from qupel.report.board import Board
+    from qupel.report.show import show
     from qupel.run import config as configs
     from qupel.run import experiment
 
@@ -212,7 +218,7 @@ def _experiment(
             device=device,
             other_versions=other_versions,
         )
-    _show(results, folder, config.split.kind == "one", time.monotonic() - began)
+    show(results, folder, config.split.kind == "one", time.monotonic() - began)
 
 
 def _folder(data: Path) -> str:
@@ -222,35 +228,6 @@ def _folder(data: Path) -> str:
 
 def _rounds(config: Any) -> int:
     return max(sum(p.rounds for p in m.phases) if m.phases else config.rounds for m in config.methods.values())
-
-
-def _show(results: list[dict[str, Any]], folder: Path, one: bool, seconds: float) -> None:
-    from qupel.report import figures, significance, tables
-
-    rows = tables.rows(results)
-    head, body = tables.training_table(rows) if one else tables.federation_table(rows)
-    note = results[0]["data_note"]
-    said = "" if one else tables.sentence(rows)
-    seeds = len({r["seed"] for r in results})
-    if not one:
-        head, body = tables.federation_table(rows, intervals=False)
-    out.print(number_table(head, body, f"test accuracy after the last round, mean ± std over {seeds} seed(s)"))
-    for text in (note, said):
-        if text:
-            out.print(shown(text, 2000))
-    if layers := dict.fromkeys(name for r in results for name in r.get("quantized", ())):
-        out.print(f"[dim]quantized: {shown(', '.join(layers), 400)}; all else is full precision[/dim]", highlight=False)
-    engines = {r["label"]: r["engine"] for r in results if "engine" in r}
-    for stacked, how in ((True, "in stacks"), (False, "one by one, stacks gain too little")):
-        chosen = {k: e["ratio"] for k, e in engines.items() if e["stacked"] == stacked and (stacked or e["ratio"])}
-        told = ", ".join(f"{label} ({ratio:.1f} x)" if ratio else label for label, ratio in chosen.items())
-        if told:
-            out.print(f"[dim]clients were trained {how}: {shown(told, 2000)}[/dim]", highlight=False)
-    if not one:
-        out.print(f"[dim]gain: {shown(rows[0].label)} minus the method; p: {significance.WORDS}[/dim]")
-    figures.comparison_picture(results, rows, folder / "summary.png")
-    out.print(f"[dim]{seconds:.0f} s; everything is in {shown(folder)}, a picture in summary.png[/dim]")
-    out.print(f"[dim]a page to look at: qupel report {shown(folder)} --open[/dim]")
 
 
 @app.command()
@@ -264,12 +241,12 @@ def split(
     """Show who gets what: a table of clients x classes, and a picture."""
     from qupel.data import partition
     from qupel.run import config as configs
-    from qupel.run import experiment
+    from qupel.run import jobs
 
     overrides = [*(set or []), *([_folder(data)] if data else [])]
     cfg = configs.load(config, overrides) if config else configs.parse(DEMO, "demo", overrides)
-    dataset = experiment.load_data(cfg.data.name, cfg.data.folder, cfg.data.limit)
-    parts = experiment.split_data(cfg, dataset, seed)
+    dataset = jobs.load_data(cfg.data.name, cfg.data.folder, cfg.data.limit)
+    parts = jobs.split_data(cfg, dataset, seed)
     if dataset.classes is None:
         raise UserError(f"{dataset.name} has no class labels to count")
     counts = partition.table(parts, dataset.train.targets, dataset.classes)
@@ -288,7 +265,7 @@ def split(
 
 @app.command()
 def methods() -> None:
-    """List recipes, methods, quantizers, servers and codecs, one line each."""
+    """List recipes, methods, quantizers, servers and codecs."""
     from qupel.parts import codecs, methods, quantizers, servers
     from qupel.run.recipes import recipes
     from qupel.util.registry import Registry
@@ -296,8 +273,7 @@ def methods() -> None:
     kinds: tuple[Registry[Any], ...] = (recipes, methods.methods, quantizers.quantizers, servers.servers, codecs.codecs)
     for k, kind in enumerate(kinds):
         out.print(("\n" if k else "") + f"[dim]{kind.kind}s[/dim]")
-        about = {name: f"{entry.about} [dim]{entry.paper}[/dim]".rstrip() for name, entry in kind.all().items()}
-        _list({name: text.replace(" [dim][/dim]", "") for name, text in about.items()})
+        _list({name: (entry.about, entry.paper) for name, entry in kind.all().items()})
 
 
 @app.command()
@@ -323,7 +299,7 @@ def datasets() -> None:
     """List the data sets, one line each."""
     from qupel.data.sources import AVAILABLE
 
-    _list(AVAILABLE)
+    _list({name: (about,) for name, about in AVAILABLE.items()})
 
 
 @app.command()
@@ -331,13 +307,17 @@ def models() -> None:
     """List the models, one line each."""
     from qupel.tasks.zoo import networks
 
-    _list({name: entry.about for name, entry in networks.all().items()})
+    _list({name: (entry.about,) for name, entry in networks.all().items()})
 
 
-def _list(items: dict[str, str]) -> None:
-    width = max(map(len, items))
-    for name, about in items.items():
-        out.print(f"[bold]{name:{width}}[/bold]  {about}", highlight=False)
+def _list(items: dict[str, tuple[str, ...]]) -> None:
+    """A name each, what it is, where it is from."""
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    rows.add_column(style="bold", no_wrap=True)
+    for name, (about, *source) in items.items():
+        told = Text(about).append(f" {source[0]}" if source and source[0] else "", "dim")
+        rows.add_row(Text(name), told)
+    out.print(rows, highlight=False)
 
 
 for _command, _name in (

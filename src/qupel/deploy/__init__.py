@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from qupel.deploy.budget import BudgetPlan, Planner, plan_budget
     from qupel.deploy.coreml import export_coreml
     from qupel.deploy.file import load, save
+    from qupel.deploy.formats import exporters
     from qupel.deploy.header import FormatError
     from qupel.deploy.onnx import export_onnx
     from qupel.deploy.packed import Packed, empty
@@ -23,6 +24,7 @@ __all__ = [
     "empty",
     "export_coreml",
     "export_onnx",
+    "exporters",
     "keep_packed",
     "load",
     "open_model",
@@ -32,6 +34,7 @@ __all__ = [
 
 _HOMES = {"About": "about", "FormatError": "header", "export_coreml": "coreml", "export_onnx": "onnx"}
 _HOMES |= {"BudgetPlan": "budget", "Planner": "budget", "plan_budget": "budget", "load": "file", "save": "file"}
+_HOMES |= {"exporters": "formats"}
 _HOMES |= {"Packed": "packed", "empty": "packed", "open_model": "predict", "keep_packed": "runtime"}
 
 

@@ -1,4 +1,4 @@
-"""Which bits fit into a budget of bytes, counting codes, codebooks, head and everything that is not quantized."""
+"""Which bits fit into a budget of bytes, counting codes, centers, scales, head and everything that is not quantized."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from qupel.core.codebook import FULL_PRECISION, plan_bits
-from qupel.core.layout import Layout, choose_layers
+from qupel.core.codebook import FULL_PRECISION, Plan, channel_scales, plan_bits
+from qupel.core.layout import Layout, Slot, choose_layers
 from qupel.core.quantize import BITS, hard, init_centers
 from qupel.deploy.about import About
 from qupel.deploy.file import head_for
@@ -46,7 +46,8 @@ def shapes_of(module: nn.Module) -> Shapes:
 def file_bytes(
     module: nn.Module | Shapes, levels: Mapping[str, int], about: About | None = None, rest: Rest = "fp32"
 ) -> int:
-    """Bytes of the packed file of this module with m = levels[layer] centers: exactly what `save` will write."""
+    """Bytes of the packed file of this module with m = levels[layer] centers: exactly what `save` will write. A `Plan`
+    also tells whether channels have scales."""
     found = shapes_of(module) if isinstance(module, nn.Module) else module
     if unknown := [name for name in levels if name not in found]:
         raise UserError(f"no layer named {unknown[0]!r} in this model")
@@ -55,7 +56,8 @@ def file_bytes(
         for name, (shape, kind) in found.items()
         if name not in levels
     }
-    head, entries = head_for({name: (found[name][0], m) for name, m in levels.items()}, plain, about or About())
+    planned = {name: (found[name][0], m) for name, m in levels.items()}
+    head, entries = head_for(planned, plain, about or About(), channels=getattr(levels, "channels", False))
     return len(head) + sum(entry.size for entry in entries)
 
 
@@ -74,18 +76,21 @@ class BudgetPlan:
     bits: dict[str, int]
     bytes: int
     error: float
+    channels: bool = False  # levels are scaled by channel, and their scales are counted
 
-    def levels(self) -> dict[str, int]:
+    def levels(self) -> Plan:
         """Layer -> number of centers, as codebooks are planned; full-precision layers are left out."""
-        return {name: 2**b for name, b in self.bits.items() if b != FULL_PRECISION}
+        levels = {name: 2**b for name, b in self.bits.items() if b != FULL_PRECISION}
+        return Plan(levels, channels=self.channels)
 
 
 class Planner:
     """Sizes and sensitivities of one module, measured once for any number of budgets.
 
-    module  its weights are what sensitivity is measured on (trained ones tell more than initial ones)
-    layers  that may be quantized: by default all but the first and the last, as in the paper
-    about   what the file will say, if known; else 1 KiB is set aside for it
+    module    its weights are what sensitivity is measured on (trained ones tell more than initial ones)
+    layers    that may be quantized: by default all but the first and the last, as in the paper
+    about     what the file will say, if known; else 1 KiB is set aside for it
+    channels  levels are scaled by channel: 4 bytes for each, and smaller errors
     """
 
     def __init__(
@@ -95,20 +100,22 @@ class Planner:
         layers: Iterable[str] | None = None,
         about: About | None = None,
         rest: Rest = "fp32",
+        channels: bool = False,
     ) -> None:
-        self.shapes, self.about, self.rest = shapes_of(module), about, rest
+        self.shapes, self.about, self.rest, self.channels = shapes_of(module), about, rest, channels
         self.layout = Layout.of(module)
         self.layers = choose_layers(self.layout, layers)
         if not self.layers:
             raise UserError("this model has no layer to quantize between its first and its last; name layers")
         self.reserve = _ABOUT if about is None else _EXTRA
         weights = dict(module.named_parameters())
-        self.errors = {name: relative_errors(weights[name]) for name in self.layers}
+        self.errors = {name: relative_errors(weights[name], channels) for name in self.layers}
 
     def bytes(self, bits: int | Mapping[str, int]) -> int:
         """An upper bound of the file's bytes with these bits, uniform or per layer."""
         table = dict.fromkeys(self.layers, bits) if isinstance(bits, int) else bits
-        return file_bytes(self.shapes, plan_bits(self.layout, table), self.about, self.rest) + self.reserve
+        plan = plan_bits(self.layout, table, channels=self.channels)
+        return file_bytes(self.shapes, plan, self.about, self.rest) + self.reserve
 
     def error(self, bits: Mapping[str, int]) -> float:
         return sum(self.errors[name][b] for name, b in bits.items()) / len(bits)
@@ -124,9 +131,9 @@ class Planner:
         same = dict.fromkeys(self.layers, uniform)
         if self.error(bits) > self.error(same):  # greed can end in a corner that uniform bits avoid
             bits = same
-        return BudgetPlan(
-            budget, uniform, self.bytes(uniform), self.error(same), bits, self.bytes(bits), self.error(bits)
-        )
+        sizes = self.bytes(uniform), self.bytes(bits)
+        errors = self.error(same), self.error(bits)
+        return BudgetPlan(budget, uniform, sizes[0], errors[0], bits, sizes[1], errors[1], self.channels)
 
     def _greedy(self, budget: int) -> dict[str, int]:
         """From 1 bit everywhere, widen again and again the layer whose error falls most for every byte it takes."""
@@ -142,8 +149,9 @@ class Planner:
 
     def _gain(self, name: str, b: int) -> float:
         """By how much the error falls for every byte when the layer is widened by one step."""
-        size, wider = self.layout[name].size, _next(b)
-        cost = _data_bytes(size, wider) - _data_bytes(size, b)
+        slot, wider = self.layout[name], _next(b)
+        scales = slot.shape[0] if self.channels else 0
+        cost = _data_bytes(slot.size, wider, scales) - _data_bytes(slot.size, b, scales)
         return (self.errors[name][b] - self.errors[name][wider]) / max(1, cost)
 
 
@@ -151,9 +159,9 @@ def _next(bits: int) -> int:
     return WIDTHS[WIDTHS.index(bits) + 1]
 
 
-def _data_bytes(size: int, bits: int) -> int:
-    """Codes and centers of a layer, without its part of the head."""
-    return 4 * size if bits == FULL_PRECISION else packed_size(size, bits) + 4 * 2**bits
+def _data_bytes(size: int, bits: int, scales: int) -> int:
+    """Codes, centers and scales of a layer, without its part of the head."""
+    return 4 * size if bits == FULL_PRECISION else packed_size(size, bits) + 4 * (2**bits + scales)
 
 
 def plan_budget(
@@ -163,21 +171,29 @@ def plan_budget(
     layers: Iterable[str] | None = None,
     about: About | None = None,
     rest: Rest = "fp32",
+    channels: bool = False,
 ) -> BudgetPlan:
     """Which bits fit into `budget` bytes; see `Planner`, which is cheaper for several budgets."""
-    return Planner(module, layers=layers, about=about, rest=rest).fit(budget)
+    return Planner(module, layers=layers, about=about, rest=rest, channels=channels).fit(budget)
 
 
 @torch.no_grad()
-def relative_errors(weight: torch.Tensor) -> dict[int, float]:
-    """|W - Q(W)|^2 / |W|^2 for every width, with k-means centers on a sample of the weights.
+def relative_errors(weight: torch.Tensor, channels: bool = False) -> dict[int, float]:
+    """|W - Q(W)|^2 / |W|^2 for every width, with k-means centers on a sample of the weights; channels: of weights in
+    units of their channel's scale.
 
     Measured for 1 to 4 bits; beyond, the squared error of a fine quantizer falls by 4 with every bit.
     """
     x = weight.detach().flatten()
-    x = x[:: -(-len(x) // _SAMPLE)]
-    total = float(x.square().sum()) or 1.0
-    errors = {b: float((x - hard(x, init_centers(x, b, "kmeans"))).square().sum()) / total for b in BITS[:_MEASURED]}
+    scale = torch.ones_like(x)
+    if channels:
+        slot = Slot("", tuple(weight.shape), 0, len(x))
+        scale = channel_scales(x, slot).repeat_interleave(len(x) // len(weight))
+    step = -(-len(x) // _SAMPLE)
+    x, scale = x[::step], scale[::step]
+    u, total = x / scale, float(x.square().sum()) or 1.0
+    levels = {b: init_centers(u, b, "kmeans") for b in BITS[:_MEASURED]}
+    errors = {b: float((x - scale * hard(u, c)).square().sum()) / total for b, c in levels.items()}
     for b in BITS[_MEASURED:]:
         errors[b] = errors[b - 1] / 4
     errors[FULL_PRECISION] = 0.0

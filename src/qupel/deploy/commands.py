@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -17,12 +18,12 @@ if TYPE_CHECKING:
 
     from qupel.deploy.about import About
     from qupel.deploy.budget import BudgetPlan
-    from qupel.deploy.formats import Format
     from qupel.deploy.packed import Packed
 
 ModelFile = Annotated[Path, typer.Argument(help="a packed (.safetensors) or ONNX (.onnx) model file")]
 KeepPacked = Annotated[bool, typer.Option("--keep-packed", help="decode weights in every run: less memory, slower")]
 Trust = Annotated[bool, typer.Option("--trust", help="run an ONNX file in this process, whatever it holds and takes")]
+_FORMATS = "packed, onnx, coreml, or module:function of your own"
 _ROWS = 200  # layers that are shown
 
 
@@ -35,7 +36,7 @@ def _kib(size: int) -> str:
 
 def export(
     run: Annotated[Path, typer.Argument(help="a finished run, a folder of packed models, or one of them")],
-    to: Annotated[Literal["packed", "onnx", "coreml"], typer.Option("--to", help="format")] = "packed",
+    to: Annotated[str, typer.Option("--to", help=_FORMATS)] = "packed",
     client: Annotated[list[int] | None, typer.Option("--client", help="number of a client; may be repeated")] = None,
     all: Annotated[bool, typer.Option("--all", help="every client")] = False,
     cell: Annotated[str | None, typer.Option("--cell", help="METHOD-sSEED, when the run has several")] = None,
@@ -45,15 +46,18 @@ def export(
 ) -> None:
     """Write clients' models as packed files, ONNX or Core ML; each is verified before it is left on disk."""
     from qupel.deploy.file import load
-    from qupel.deploy.formats import SUFFIX
+    from qupel.deploy.formats import suffix
 
+    if ":" in to and (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # a module of one's own may stand in the folder where one works
+    ending = suffix(to) + (".zst" if zstd else "")
     if zstd and to != "packed":
         raise UserError(f"--zstd: only packed files are compressed, not {to}")
     table = Table("client", "file", "bytes", "of fp32", "budget")
     over: list[str] = []
     for source in _sources(run, cell, client, all):
         packed = load(source)
-        target = folder / (source.name.removesuffix(".safetensors") + SUFFIX[to] + (".zst" if zstd else ""))
+        target = folder / (source.name.removesuffix(".safetensors") + ending)
         size = _write(packed, target, to, rest, zstd)
         share = size / _dense_bytes(packed)
         budget = packed.about.extra.get("budget")  # travels in the file, where the client had one
@@ -97,7 +101,7 @@ def _chosen(run: Path, models: list[Path], clients: list[int] | None, all: bool)
     return [found[c] for c in clients or []]
 
 
-def _write(packed: Packed, target: Path, to: Format, rest: Literal["fp32", "fp16"], zstd: bool) -> int:
+def _write(packed: Packed, target: Path, to: str, rest: Literal["fp32", "fp16"], zstd: bool) -> int:
     from qupel.core.layout import Layout
     from qupel.deploy.file import write_packed
     from qupel.deploy.formats import write
@@ -138,11 +142,14 @@ def inspect(
     for row in rows:
         centers = [f"{c:.3g}" for c in row.centers]
         text = " ".join(centers if len(centers) <= 8 else [*centers[:4], "...", *centers[-4:]])
+        if row.scales is not None:
+            text += f" times {row.scales[0]:.3g} to {row.scales[1]:.3g}, scaled by channel"
         out.print(f"{shown(row.name)}: {text}", highlight=False)
     dense = _dense_bytes(packed)
     more = 100 * (size / max(1, packed.floor) - 1)
     out.print(f"{size:,} bytes ({_kib(size)}), {dense / size:.1f} times smaller than fp32", highlight=False)
-    out.print(f"{more:+.1f} % against codes, centers and rest alone", highlight=False)
+    what = "codes, centers, scales and rest" if packed.channels else "codes, centers and rest"
+    out.print(f"{more:+.1f} % against {what} alone", highlight=False)
     _tell(packed.about)
     if picture is not None:
         look.picture(packed, picture)
@@ -171,10 +178,9 @@ def predict(
 
     model = open_model(file, keep_packed=keep_packed, trust=trust)
     names, values = read_inputs(inputs, model)
-    labels = model.about.labels
+    labels, classes = model.about.labels, bool(model.about.classes)
     for start in range(0, len(names), 256):
         outputs = model.run(values[start : start + 256])
-        classes = bool(model.about.classes) and outputs.ndim == 2
         for name, p in zip(names[start:], probabilities(outputs, len(labels)) if classes else outputs, strict=False):
             if classes:
                 best = p.argsort()[::-1][:top]
@@ -238,6 +244,7 @@ def plan(
     classes: Annotated[int, typer.Option(min=1)] = 10,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="also quantize the first and the last")] = False,
     rest: Annotated[Literal["fp32", "fp16"], typer.Option(help="layers that are not quantized")] = "fp32",
+    levels: Annotated[Literal["layer", "channel"], typer.Option(help="channel: levels scaled by channel")] = "layer",
 ) -> None:
     """Which bits fit each device, uniform and layer by layer, counting everything that is in the file."""
     from qupel.core.layout import Layout
@@ -246,7 +253,7 @@ def plan(
     budgets = [parse_size(text) for text in budget]
     module, about = _planned(model, shape, classes)
     layers = Layout.of(module).weights if all_layers else None
-    planner = Planner(module, layers=layers, about=about, rest=rest)
+    planner = Planner(module, layers=layers, about=about, rest=rest, channels=levels == "channel")
     table = Table("bits", *map(str, WIDTHS), title=f"{shown(model)}: file at most", title_justify="left")
     sizes = [planner.bytes(b) / 1024 for b in WIDTHS]
     table.add_row("KiB", *[f"{size:.1f}" if size < 100 else f"{size:.0f}" for size in sizes])

@@ -7,6 +7,8 @@ and compared: exactly, or rounded to fp16 if that was asked for.
     1, 2, 4, 6, 8        the same     iOS 16, macOS 13
     3                    3            iOS 18, macOS 15
     5, 7                 6, 8         iOS 16, macOS 13
+
+Levels that are scaled by channel are a look-up table for each channel, which needs iOS 18, macOS 15.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from torch import nn
 from qupel.core.codebook import Codebook
 from qupel.deploy import header
 from qupel.deploy.about import About
-from qupel.deploy.packed import Layer, Packed, pack_model
+from qupel.deploy.formats import exporter
+from qupel.deploy.packed import Layer, Packed, Rest, pack_model
 from qupel.util.errors import UserError
 
 _PALETTIZED = 2  # coremltools' CompressionType.PALETTIZATION
@@ -63,22 +66,23 @@ def _library() -> ModuleType:
     return coremltools
 
 
+@exporter("coreml", suffix=".mlpackage")
 def export_coreml(
     path: str | os.PathLike[str],
     module: nn.Module,
     codebook: Codebook,
     *,
     about: About,
-    half: bool = False,
+    rest: Rest = "fp32",
 ) -> int:
     """Write an .mlpackage with input "input" (batch, *input_shape) and output "output", and return its bytes.
 
-    half  compute and store in fp16, which Apple's neural engine wants; centers are rounded. By default fp32, exact.
+    rest  fp16: compute and store everything in fp16, which Apple's neural engine wants; levels are rounded to it
     """
-    ct = _library()
+    ct, half = _library(), rest == "fp16"
     if not about.input_shape:
         raise UserError("Core ML needs about.input_shape, the shape of one input")
-    packed = pack_model(module, codebook, about)
+    packed = pack_model(module, codebook, about, rest)
     module = copy.deepcopy(module).cpu().eval()
     _register(module, packed)
     path = Path(path)
@@ -97,8 +101,8 @@ def export_coreml(
 
 
 def target(packed: Packed) -> str:
-    """The oldest system that knows these bit widths."""
-    return "iOS18" if any(layer.bits == 3 for layer in packed.layers) else "iOS16"
+    """The oldest system that knows these bit widths, and tables of channels."""
+    return "iOS18" if packed.channels or any(layer.bits == 3 for layer in packed.layers) else "iOS16"
 
 
 def _register(module: nn.Module, packed: Packed) -> None:
@@ -108,7 +112,9 @@ def _register(module: nn.Module, packed: Packed) -> None:
         path, _, key = layer.name.rpartition(".")
         levels = 2 ** _STORED[layer.bits]
         table = np.concatenate([layer.centers, np.repeat(layer.centers[-1:], levels - len(layer.centers))])
-        shape = [1] * len(layer.shape) + [levels, 1]
+        if layer.scales is not None:  # coremltools would make the same tables of its own scales, and keep those, too
+            table = layer.scales[:, None] * table
+        shape = [-1] + [1] * (len(layer.shape) - 1) + [levels, 1]
         owners[path].register_buffer(f"_COREML_/{key}/lut", torch.from_numpy(table).reshape(shape))
         owners[path].register_buffer(f"_COREML_/{key}/compression_type", torch.tensor([_PALETTIZED]))
     module.register_buffer("_COREML_/metadata_version", torch.tensor(1))

@@ -2,6 +2,7 @@
 
     rest.F32           what is not quantized, all of one dtype in one tensor (names and shapes in the metadata)
     <layer>_codebook   F32 (m,), sorted
+    <layer>_scales     F32 (o,), positive: version 2 only, where levels are scaled by channel
     <layer>_packed     U8, codes of max(1, ceil(log2 m)) bits, least significant bit first (`pack`)
 
 Nothing is ever unpickled. The reader takes no more memory than the file, and refuses what the page does not allow.
@@ -21,15 +22,16 @@ from qupel.core.codebook import Codebook
 from qupel.core.quantize import LEVELS
 from qupel.deploy import header, zstd
 from qupel.deploy.about import About
+from qupel.deploy.formats import exporter
 from qupel.deploy.header import DTYPES, Entry, FormatError
 from qupel.deploy.pack import bits_for, chunks, packed_size, padding_is_zero
-from qupel.deploy.packed import DTYPE_OF, Layer, Packed, Rest, pack_model
+from qupel.deploy.packed import DTYPE_OF, Layer, Packed, Rest, check_scales, pack_model
 from qupel.util.errors import UserError
 from qupel.util.files import write_atomic
 
 __all__ = ["About", "FormatError", "Layer", "Packed", "dumps", "head_for", "load", "loads", "pack_model", "save"]
 
-VERSION = 1
+PLAIN, SCALED = 1, 2  # versions: without and with scales of channels
 KEY = "qupel"  # our entry in __metadata__
 
 
@@ -37,10 +39,13 @@ KEY = "qupel"  # our entry in __metadata__
 
 
 def head_for(
-    layers: dict[str, tuple[tuple[int, ...], int]], rest: dict[str, tuple[tuple[int, ...], str]], about: About
+    layers: dict[str, tuple[tuple[int, ...], int]],
+    rest: dict[str, tuple[tuple[int, ...], str]],
+    about: About,
+    channels: bool = False,
 ) -> tuple[bytes, list[Entry]]:
-    """Head and entries of a file from shapes alone: layer -> (shape, m), rest -> (shape, dtype). Its size is
-    len(head) + sum of the entries' sizes."""
+    """Head and entries of a file from shapes alone: layer -> (shape, m), rest -> (shape, dtype); channels: whether
+    layers have scales. Its size is len(head) + sum of the entries' sizes."""
     kinds: dict[str, dict[str, list[int]]] = {}  # dtype -> name -> shape, wide dtypes first: everything is aligned
     for kind in sorted({k for _, k in rest.values()}, key=lambda k: -DTYPES[k].itemsize):
         kinds[kind] = {name: list(shape) for name, (shape, k) in rest.items() if k == kind}
@@ -49,11 +54,13 @@ def head_for(
         for kind, names in kinds.items()
     ]
     entries += [Entry(f"{name}_codebook", "F32", (m,)) for name, (_, m) in layers.items()]
+    if channels:
+        entries += [Entry(f"{name}_scales", "F32", shape[:1]) for name, (shape, _) in layers.items()]
     entries.sort(key=lambda entry: -DTYPES[entry.dtype].itemsize)
     for name, (shape, m) in layers.items():
         entries.append(Entry(f"{name}_packed", "U8", (packed_size(math.prod(shape), bits_for(m)),)))
     described: dict[str, Any] = {
-        "version": VERSION,
+        "version": SCALED if channels else PLAIN,
         "layers": {name: list(shape) for name, (shape, _) in layers.items()},
         "rest": kinds,
         "about": about.to_json(),
@@ -67,16 +74,20 @@ def dumps(packed: Packed) -> bytes:
         {layer.name: (layer.shape, len(layer.centers)) for layer in packed.layers},
         {name: (value.shape, DTYPE_OF[value.dtype]) for name, value in packed.rest.items()},
         packed.about,
+        packed.channels,
     )
     held: dict[str, bytes] = {}
     for layer in packed.layers:
         held[f"{layer.name}_codebook"] = layer.centers.astype(DTYPES["F32"]).tobytes()
         held[f"{layer.name}_packed"] = layer.packed.tobytes()
+        if layer.scales is not None:
+            held[f"{layer.name}_scales"] = layer.scales.astype(DTYPES["F32"]).tobytes()
     for kind, dtype in DTYPES.items():
         held[f"rest.{kind}"] = b"".join(v.tobytes() for v in packed.rest.values() if v.dtype == dtype)
     return head + b"".join(held[entry.name] for entry in entries)
 
 
+@exporter("packed", suffix=".safetensors")
 def save(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -139,15 +150,17 @@ def loads(content: bytes) -> Packed:
     described = header.parse(metadata[KEY], f"the metadata {KEY!r}")
     if not isinstance(described, dict) or "version" not in described:
         raise FormatError(f"the metadata {KEY!r} has no version")
-    if type(described["version"]) is not int or described["version"] != VERSION:
-        raise FormatError(f"format version {described['version']!r:.20}; this reader knows {VERSION}")
+    version = described["version"]
+    if type(version) is not int or version not in (PLAIN, SCALED):
+        raise FormatError(f"format version {version!r:.20}; this reader knows {PLAIN} and {SCALED}")
     if set(described) != {"version", "layers", "rest", "about"}:
         raise FormatError(f"the metadata {KEY!r} must have version, layers, rest and about, and nothing else")
     data = memoryview(content)[start:]
     arrays = {
         e.name: np.frombuffer(data[begin : begin + e.size], DTYPES[e.dtype]).reshape(e.shape) for e, begin in entries
     }
-    layers = tuple(_read_layer(name, shape, arrays) for name, shape in _table(described["layers"], "layers"))
+    shapes = _table(described["layers"], "layers")
+    layers = tuple(_read_layer(name, shape, arrays, scaled=version == SCALED) for name, shape in shapes)
     rest: dict[str, np.ndarray] = {}
     for kind, names in _table(described["rest"], "rest"):
         for name, value in _read_rest(kind, names, arrays).items():
@@ -182,10 +195,11 @@ def _take(name: str, dtype: str, arrays: dict[str, np.ndarray]) -> np.ndarray:
     return array
 
 
-def _read_layer(name: str, shape: Any, arrays: dict[str, np.ndarray]) -> Layer:
+def _read_layer(name: str, shape: Any, arrays: dict[str, np.ndarray], scaled: bool) -> Layer:
     centers = _take(f"{name}_codebook", "F32", arrays)
     packed = _take(f"{name}_packed", "U8", arrays)
-    layer = Layer(name, header.shape_of(shape, name), centers, packed)
+    scales = _take(f"{name}_scales", "F32", arrays) if scaled else None
+    layer = Layer(name, header.shape_of(shape, name), centers, packed, scales)
     if len(centers) not in LEVELS:
         raise FormatError(f"{name}: {len(centers)} centers; allowed are 1 to 256")
     if not np.isfinite(centers).all() or (centers[1:] < centers[:-1]).any():
@@ -201,6 +215,8 @@ def _read_layer(name: str, shape: Any, arrays: dict[str, np.ndarray]) -> Layer:
         largest = max(int(part.max()) for part in chunks(packed, layer.size, layer.bits))
         if largest >= len(centers):
             raise FormatError(f"{name}: code {largest}, but there are only {len(centers)} centers")
+    if scales is not None:
+        check_scales(name, layer.shape, centers, scales)
     return layer
 
 

@@ -1,22 +1,49 @@
-"""One model, one file, in any of the formats."""
+"""Exporters by name: one model, one file, in any of the formats.
+
+An exporter is a function that writes a model to a path. It is registered where it is written:
+
+    @exporter("onnx", suffix=".onnx")
+    def export_onnx(path, module, codebook, *, about, rest="fp32") -> int: ...
+
+One of your own needs no registration: "my_package.module:write" is its name, and `write.suffix`, where it has one, ends
+the names of its files.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import Literal, get_args
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
 
 from torch import nn
 
 from qupel.core.codebook import Codebook
 from qupel.deploy.about import About
-from qupel.deploy.coreml import export_coreml
-from qupel.deploy.file import save
-from qupel.deploy.onnx import export_onnx
 from qupel.deploy.packed import Rest
 from qupel.util.errors import UserError
+from qupel.util.registry import Registry
 
-Format = Literal["packed", "onnx", "coreml"]
-SUFFIX: dict[str, str] = {"packed": ".safetensors", "onnx": ".onnx", "coreml": ".mlpackage"}
+exporters: Registry[Callable[..., Any]] = Registry("exporter", "qupel.deploy")
+Format = str  # the name of an exporter
+Export = TypeVar("Export", bound=Callable[..., Any])
+
+
+def exporter(name: str, suffix: str) -> Callable[[Export], Export]:
+    """Register a function as the exporter of this name, whose files end with `suffix`."""
+
+    def keep(function: Export) -> Export:
+        function.suffix = suffix  # type: ignore[attr-defined]
+        exporters.register(name)(function)
+        return function
+
+    return keep
+
+
+def suffix(to: Format) -> str:
+    """How the names of an exporter's files end."""
+    return str(getattr(exporters[to], "suffix", ""))
 
 
 def write(
@@ -29,10 +56,33 @@ def write(
     compress: bool = False,
 ) -> int:
     """Write the model in this format and return its bytes. `compress`: packed files only."""
-    if to == "packed":
-        return save(path, module, codebook, about=about, rest=rest, compress=compress)
-    if to == "onnx":
-        return export_onnx(path, module, codebook, about=about, rest=rest)
-    if to == "coreml":
-        return export_coreml(path, module, codebook, about=about, half=rest == "fp16")
-    raise UserError(f"to = {to!r}: allowed are {', '.join(get_args(Format))}")
+    export = exporters[to]
+    given: dict[str, Any] = {"about": about, "rest": rest}
+    if compress:
+        if to != "packed":
+            raise UserError(f"only packed files are compressed, not {to}")
+        given["compress"] = True
+    try:
+        inspect.signature(export).bind(path, module, codebook, **given)
+    except (TypeError, ValueError) as error:  # also of what is no function
+        what = f"(path, module, codebook, {', '.join(f'{name}=...' for name in given)})"
+        raise UserError(f"exporter {to!r} cannot be called with {what}: {error}") from None
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    export(path, module, codebook, **given)
+    return written(Path(path), to)
+
+
+def written(path: Path, to: Format) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    if not path.exists():
+        raise UserError(f"exporter {to!r} has not written {path}")
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+class _Suffixes:
+    def get(self, to: Format, other: str = "") -> str:
+        return suffix(to)
+
+
+SUFFIX = _Suffixes()

@@ -13,7 +13,7 @@ from qupel.core.quantize import LEVELS
 from qupel.deploy.file import load
 from qupel.deploy.header import FormatError
 from qupel.deploy.pack import bits_for, chunks, pack, packed_size
-from qupel.deploy.packed import Layer, Packed
+from qupel.deploy.packed import Layer, Packed, check_scales
 from qupel.deploy.sandbox import Sandbox
 from qupel.deploy.sessions import KEY, about_of, library
 from qupel.util.terminal import plain
@@ -32,6 +32,7 @@ class Row:
     bytes: int
     entropy: float
     counts: tuple[int, ...]
+    scales: tuple[float, float] | None = None  # smallest and largest, where levels are scaled by channel
 
 
 def rows(packed: Packed) -> list[Row]:
@@ -42,9 +43,9 @@ def rows(packed: Packed) -> list[Row]:
             np.bincount(part, minlength=len(layer.centers)) for part in chunks(layer.packed, layer.size, layer.bits)
         )
         counts = tuple(int(v) for v in np.atleast_1d(n))
-        size = len(layer.packed) + layer.centers.nbytes
         centers = tuple(float(c) for c in layer.centers)
-        found.append(Row(layer.name, layer.shape, layer.bits, centers, size, entropy(counts), counts))
+        scales = None if layer.scales is None else (float(layer.scales.min()), float(layer.scales.max()))
+        found.append(Row(layer.name, layer.shape, layer.bits, centers, layer.bytes, entropy(counts), counts, scales))
     return found
 
 
@@ -68,7 +69,8 @@ def read(path: str | os.PathLike[str], trust: bool = False) -> Packed:
 
 
 def _read_onnx(path: str | os.PathLike[str], trust: bool) -> Packed:
-    """Our ONNX layers back from the graph: `NAME_packed`, `NAME_codebook` and the shape that is reshaped to."""
+    """Our ONNX layers back from the graph: `NAME_packed`, `NAME_codebook`, the shape that is reshaped to, and
+    `NAME_scales` where levels are scaled by channel."""
     if trust:
         stored, held, reshapes = _tensors(path)
     else:
@@ -80,7 +82,11 @@ def _read_onnx(path: str | os.PathLike[str], trust: bool) -> Packed:
     layers = []
     for name in [n.removesuffix("_packed") for n in held if n.endswith("_packed")]:
         centers, packed = held.pop(f"{name}_codebook", None), held.pop(f"{name}_packed")
-        layer = None if centers is None else _layer(name, packed, centers, shapes.get(name))
+        scales = held.pop(f"{name}_scales", None)
+        shape = shapes.get(name if scales is None else f"{name}_units")
+        layer = None if centers is None else _layer(name, packed, centers, shape)
+        if layer is not None and scales is not None:
+            layer = _scaled(layer, scales)
         if layer is None:
             raise FormatError(f"{path}: {name} is not packed as this package packs layers")
         layers.append(layer)
@@ -115,6 +121,14 @@ def _layer(name: str, packed: np.ndarray, centers: np.ndarray, shape: np.ndarray
     if min(wanted, default=0) < 1 or not 0 <= packed.size - size < 3 or len(centers) != 2**bits:
         return None
     return Layer(name, wanted, centers, packed.reshape(-1)[:size])
+
+
+def _scaled(layer: Layer, scales: np.ndarray) -> Layer | None:
+    """The layer with its scales, which lie in the graph as [o, 1, ...]."""
+    if scales.dtype != np.float32 or scales.shape != (layer.shape[0], *[1] * (len(layer.shape) - 1)):
+        return None
+    check_scales(layer.name, layer.shape, layer.centers, scales.reshape(-1))
+    return replace(layer, scales=scales.reshape(-1))
 
 
 def picture(packed: Packed, path: str | os.PathLike[str]) -> None:

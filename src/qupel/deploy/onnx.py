@@ -7,6 +7,7 @@ in every possible byte, and Gather(table, packed) decodes a layer (opset 18, no 
     weight       = reshape(Gather(Gather(codebook, digits), packed), shape)
 
 3 bits: three bytes are two numbers of 12 bits, each four codes, hence a table [4096, 4]. 5 to 7 bits are stored as 8.
+Levels that are scaled by channel: Mul(weight, scales) follows, the scales as [o, 1, ...].
 
 A session decodes when it is made and runs as fast as the fp32 model (the default), or keeps the codes and decodes in
 every run, which takes less memory and more time: `session(path, keep_packed=True)`.
@@ -31,6 +32,7 @@ from qupel.core.codebook import Codebook
 from qupel.deploy import header
 from qupel.deploy.about import About
 from qupel.deploy.file import write_file
+from qupel.deploy.formats import exporter
 from qupel.deploy.pack import pack
 from qupel.deploy.packed import Layer, Packed, Rest, pack_model
 from qupel.deploy.sessions import KEY, library, read_about, session
@@ -42,6 +44,7 @@ OPSET, IR = 18, 8  # understood by ONNX Runtime 1.14 and later
 _TOLERANCE = 1e-4  # of the largest output, for verification: sums are made in another order
 
 
+@exporter("onnx", suffix=".onnx")
 def export_onnx(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -234,13 +237,23 @@ class _Graph:
 
     def weight(self, layer: Layer, i: int) -> None:
         """Nodes whose last output has the layer's name and is its dense weight."""
+        if layer.scales is None:
+            self.centers(layer, i, layer.name)
+            return
+        scales = layer.scales.reshape(-1, *[1] * (len(layer.shape) - 1))
+        units = f"{layer.name}_units"
+        self.centers(layer, i, units)
+        self.node("Mul", [units, self.constant(f"{layer.name}_scales", scales)], layer.name)
+
+    def centers(self, layer: Layer, i: int, output: str) -> None:
+        """Nodes that give the center of every code, in the layer's shape."""
         bits = layer.bits if layer.bits in (1, 2, 3, 4) else 8
         # Every code that fits into the bits has a center, so that no table is read beyond its end.
         centers = np.concatenate([layer.centers, np.repeat(layer.centers[-1:], 2**layer.bits - len(layer.centers))])
         codebook = self.constant(f"{layer.name}_codebook", centers)
         if bits == 8:
             packed = self.constant(f"{layer.name}_packed", layer.codes().reshape(layer.shape))
-            self.node("Gather", [codebook, self.cast(packed, "INT32", f"w{i}x")], layer.name)
+            self.node("Gather", [codebook, self.cast(packed, "INT32", f"w{i}x")], output)
             return
         table = self.node("Gather", [codebook, self.digit_table(bits)], f"w{i}t")
         if bits == 3:
@@ -254,7 +267,7 @@ class _Graph:
             flat = self.node("Reshape", [dense, self.shape((-1,))], f"w{i}v")
             ends = [self.constant(f"w{i}{k}", np.array([v], np.int64)) for k, v in (("b", 0), ("e", layer.size))]
             dense = self.node("Slice", [flat, *ends], f"w{i}g")
-        self.node("Reshape", [dense, self.shape(layer.shape)], layer.name)
+        self.node("Reshape", [dense, self.shape(layer.shape)], output)
 
 
 def _swap(model: Any, packed: Packed, halve: bool) -> None:

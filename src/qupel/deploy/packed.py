@@ -30,12 +30,14 @@ _COUNTER = "num_batches_tracked"  # BatchNorm's training counter: no part of wha
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One quantized layer: weight = centers[codes], in C order."""
+    """One quantized layer: weight = centers[codes], in C order; with scales, times that of the weight's channel, which
+    is its first index."""
 
     name: str
     shape: tuple[int, ...]
     centers: Floats  # (m,), sorted
     packed: Bytes
+    scales: Floats | None = None  # (o,), positive
 
     @property
     def size(self) -> int:
@@ -45,13 +47,22 @@ class Layer:
     def bits(self) -> int:
         return bits_for(len(self.centers))
 
+    @property
+    def bytes(self) -> int:
+        """Of codes, centers and scales."""
+        return len(self.packed) + self.centers.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
     def codes(self) -> Bytes:
         """Which center each weight is, (size,)."""
         return unpack(self.packed, self.size, self.bits)
 
     def weights(self) -> Floats:
         """The dense weights, in the layer's shape."""
-        return decode(self.packed, self.size, self.centers).reshape(self.shape)
+        dense = decode(self.packed, self.size, self.centers)
+        if self.scales is not None:
+            rows = dense.reshape(len(self.scales), -1)
+            np.multiply(rows, self.scales[:, None], out=rows)
+        return dense.reshape(self.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,16 +78,19 @@ class Packed:
         return tuple(layer.name for layer in self.layers)
 
     @property
+    def channels(self) -> bool:
+        """Whether levels are scaled by channel."""
+        return any(layer.scales is not None for layer in self.layers)
+
+    @property
     def parameters(self) -> int:
         """How many numbers the model has, buffers included."""
         return sum(layer.size for layer in self.layers) + sum(value.size for value in self.rest.values())
 
     @property
     def floor(self) -> int:
-        """Bytes no file can do without: codes, centers and rest."""
-        return sum(len(layer.packed) + layer.centers.nbytes for layer in self.layers) + sum(
-            value.nbytes for value in self.rest.values()
-        )
+        """Bytes no file can do without: codes, centers, scales and rest."""
+        return sum(layer.bytes for layer in self.layers) + sum(value.nbytes for value in self.rest.values())
 
     def check(self, module: nn.Module) -> None:
         """Refuse a module whose parameters and buffers are not exactly those of the file."""
@@ -92,8 +106,8 @@ class Packed:
             if there != shape or (kind != dtype and (kind, dtype) != ("F16", "F32")):
                 raise FormatError(f"{name}: {kind} {list(there)} in the file, {dtype} {list(shape)} in the model")
 
-    def into(self, module: nn.Module) -> None:
-        """Copy everything into the module, bit for bit (fp16 is widened to fp32)."""
+    def into(self, module: nn.Module) -> nn.Module:
+        """Copy everything into the module, bit for bit (fp16 is widened to fp32), and return it."""
         self.check(module)
         tensors = tensors_of(module)
         with torch.no_grad():
@@ -101,6 +115,7 @@ class Packed:
                 tensors[layer.name].copy_(torch.from_numpy(layer.weights()))
             for name, value in self.rest.items():
                 tensors[name].copy_(torch.tensor(value))
+        return module
 
     def with_rest(self, rest: Rest) -> Packed:
         """The same with what is not quantized as fp16; "fp32": as it is."""
@@ -108,9 +123,10 @@ class Packed:
         return replace(self, rest=halved)
 
     def codebook(self, layout: Layout) -> Codebook:
-        """The centers at their places in the layout of the model."""
+        """Centers and scales at their places in the layout of the model."""
         centers = tuple(torch.from_numpy(layer.centers.copy()) for layer in self.layers)
-        return Codebook(tuple(layout[name] for name in self.names), centers)
+        scales = tuple(torch.from_numpy(s.copy()) for layer in self.layers if (s := layer.scales) is not None)
+        return Codebook(tuple(layout[name] for name in self.names), centers, scales)
 
     def empty_model(self) -> nn.Module:
         """The network that the file names, on the meta device: it has shapes, which are checked, and no memory."""
@@ -199,10 +215,11 @@ def pack_model(module: nn.Module, codebook: Codebook, about: About | None = None
         raise UserError(f"rest = {rest!r}: allowed are fp32 and fp16")
     tensors = {name: t.detach().cpu() for name, t in tensors_of(module).items()}
     layers = []
-    for slot, centers in codebook:
+    for (slot, centers), scale in zip(codebook, codebook.scales or [None] * len(codebook), strict=True):
         if slot.name not in tensors:
             raise UserError(f"the codebook names {slot.name!r}, which the model does not have")
-        layers.append(_layer(slot.name, tensors.pop(slot.name), centers.detach().cpu()))
+        scale = None if scale is None else scale.detach().cpu()
+        layers.append(_layer(slot.name, tensors.pop(slot.name), centers.detach().cpu(), scale))
     held = {}
     for name, tensor in tensors.items():
         dtype = DTYPES[dtype_name(name, tensor)]
@@ -221,15 +238,34 @@ def _half(name: str, value: np.ndarray) -> np.ndarray:
     return half
 
 
-def _layer(name: str, weight: Tensor, centers: Tensor) -> Layer:
+def check_scales(name: str, shape: tuple[int, ...], centers: Floats, scales: Floats) -> None:
+    """One scale, finite and greater than 0, for each channel, and no weight beyond float32."""
+    if not shape or scales.shape != shape[:1]:
+        counts = f"scales of shape {list(scales.shape)}"
+        raise FormatError(f"{name}: {counts}; needed is one for each first index of its shape {list(shape)}")
+    if not (np.isfinite(scales) & (scales > 0)).all():
+        raise FormatError(f"{name}: its scales must be finite and greater than 0")
+    with np.errstate(over="ignore"):
+        if not np.isfinite(scales.max(initial=0) * np.abs(centers).max(initial=0)):
+            raise FormatError(f"{name}: its scales times its centers go beyond float32")
+
+
+def _layer(name: str, weight: Tensor, centers: Tensor, scale: Tensor | None) -> Layer:
     if centers.dtype != torch.float32 or centers.ndim != 1 or len(centers) not in LEVELS:
         raise UserError(f"{name}: allowed are 1 to 256 centers in float32")
     if not bool(torch.isfinite(centers).all()) or not bool((centers[1:] >= centers[:-1]).all()):
         raise UserError(f"{name}: its centers must be finite and sorted")
-    flat = weight.contiguous().flatten()
-    codes = assign(flat, centers)
-    off = int((pick(centers, codes) != flat).sum())
+    shape, levels, flat, scales = tuple(weight.shape), centers, weight.contiguous().flatten(), None
+    if scale is not None:
+        if scale.dtype != torch.float32:
+            raise UserError(f"{name}: its scales must be float32")
+        scales = scale.numpy().copy()
+        check_scales(name, shape, centers.numpy(), scales)
+        levels, flat = centers * scale[:, None], flat.view(len(scale), -1)  # (o, m): each channel's own levels
+    codes = assign(flat, levels)
+    off = int((pick(levels, codes) != flat).sum())
     if off:
-        raise UserError(f"{name}: {off} of {len(flat)} weights are not on its centers; hard-quantize the model first")
-    bits = bits_for(len(centers))
-    return Layer(name, tuple(weight.shape), centers.numpy().copy(), pack(codes.numpy().astype(np.uint8), bits))
+        many = f"{off} of {weight.numel()} weights"
+        raise UserError(f"{name}: {many} are not on its centers; hard-quantize the model first")
+    packed = pack(codes.flatten().numpy().astype(np.uint8), bits_for(len(centers)))
+    return Layer(name, shape, centers.numpy().copy(), packed, scales)

@@ -89,9 +89,9 @@ def _disagreement(job: Job) -> str | None:
     one, many = Shard(job, ()), StackedShard(job, ())
     clients = job.cohort(0)[:2]
     size = min(job.batch, *(len(job.parts[i].train_rows) for i in clients))
-    rows = [one._rows(i, 0)[0, :size] for i in clients]  # (b,) each
+    rows = [one.rows_of(i, 0)[0, :size] for i in clients]  # (b,) each
     x = one.initial  # (d,)
-    batches = many._batches(clients, 0, np.stack(rows))
+    batches = many.batches(clients, 0, np.stack(rows))
     try:
         found = many.stack_task("").gradient(x, batches).gradient  # (2, d)
     except Exception as e:  # whatever a user's module raises under vmap

@@ -131,7 +131,7 @@ class Guard:
         if len(self.known.losses) < FIRST and math.isfinite(loss):
             self.known.losses.append(loss)
         high = max(self.known.losses, default=math.inf)
-        if self.known.losses and not math.isfinite(loss):
+        if self.known.losses and not told:  # a method may tell a loss of another kind only
             return "no client has a finite loss"
         if loss > HIGH * high:
             return f"the clients' mean loss is {loss:.3g}, over {HIGH:g} times the {high:.3g} of the first rounds"

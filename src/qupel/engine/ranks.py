@@ -9,7 +9,6 @@ ranks gives the same bits.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qupel.engine.faults import raise_told, told
 from qupel.engine.fingerprint import of_job
 from qupel.engine.group import NOTHING, Group, Lost, Message
 from qupel.engine.job import Job
@@ -171,17 +171,10 @@ class Ranks:
             if found is None:
                 return None
             rank, (what, vector) = found
-            kind = what["kind"]
-            if kind == "done":
-                asked.discard(rank)
-            elif kind == "wrong":
-                raise UserError(f"{self.group.name(rank)}: {what['text']}")
-            elif kind == "disk":
-                raise OSError(*what["error"])
-            elif kind == "bug":
-                raise RuntimeError(f"{self.group.name(rank)} failed:\n{what['text']}")
-            else:
+            raise_told(what, self.group.name(rank), name_user_errors=True)
+            if what["kind"] != "done":
                 return what, vector
+            asked.discard(rank)
         return None
 
     @contextmanager
@@ -213,12 +206,8 @@ def serve(group: Group, build: Callable[[Description], Job]) -> None:
             for what, row in desk.answer(order, vector):
                 group.send(0, {"kind": "item", **what}, row)
             last: dict[str, Any] = {"kind": "done"}
-        except UserError as e:
-            last = {"kind": "wrong", "text": str(e)}
-        except OSError as e:
-            last = {"kind": "disk", "error": [e.errno, e.strerror, e.filename and str(e.filename)]}
-        except Exception:
-            last = {"kind": "bug", "text": traceback.format_exc()}
+        except Exception as e:
+            last = told(e)
         group.send(0, last)
 
 

@@ -131,13 +131,13 @@ class Shard:
         method = job.phases[phase].method
         for client in clients:
             state, told, problem = self.state(client, phase, w), Told(), self.problem(client)
-            picked = self._rows(client, round)  # (tau, b)
+            picked = self.rows_of(client, round)  # (tau, b)
             upload, fault = None, None
             try:
                 # a client that diverges is refused
                 with own_randomness(), np.errstate(invalid="ignore", over="ignore"):
                     for local in range(job.local_steps):
-                        batch = self._batch(client, round * job.local_steps + local, picked[local])
+                        batch = self.batch(client, round * job.local_steps + local, picked[local])
                         state, info = method.step(state, problem, batch, job.clock(round, local))
                         told.add(info)
                     upload = method.upload(state)
@@ -152,12 +152,12 @@ class Shard:
                 self.store.put(client, phase, state)
             yield Trained(client, upload if fault is None else None, told.means(), fault)
 
-    def _rows(self, client: int, round: int) -> np.ndarray:
+    def rows_of(self, client: int, round: int) -> np.ndarray:
         """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""
         job, owned = self.job, self.job.parts[client].train_rows
         return owned[rows_of_steps(job.seed, client, round * job.local_steps, job.local_steps, len(owned), job.batch)]
 
-    def _batch(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    def batch(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         job = self.job
         # dropout draws from torch's generator: address it, too
         seed = int(generator(job.seed, "dropout", client, step).integers(2**62))
@@ -207,8 +207,8 @@ class Shard:
         """What diagnostics look at: all of the client's training data, or the batch of its next step."""
         if mode == "full":
             return list(self.job.calibration(client, None))
-        rows = self._rows(client, round + 1)[0]  # (b,)
-        return [self._batch(client, (round + 1) * self.job.local_steps, rows)]
+        rows = self.rows_of(client, round + 1)[0]  # (b,)
+        return [self.batch(client, (round + 1) * self.job.local_steps, rows)]
 
     def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:
         test = chunks(arrays, EVALUATION_BATCH, self.job.transform)

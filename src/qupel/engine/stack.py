@@ -81,14 +81,14 @@ class StackedShard(Shard):
         own, shared = self.stack_task(job.network_of(clients[0])), self.stack_task("")
         phase, _ = job.locate(round)
         method, state = job.phases[phase].method, together(list(members.values()))
-        rows = np.stack([self._rows(client, round) for client in clients], axis=1)  # (tau, k, b)
+        rows = np.stack([self.rows_of(client, round) for client in clients], axis=1)  # (tau, k, b)
         values: dict[str, list[list[float]]] = {}  # name -> per step, the clients' values
         faults: dict[int, str] = {}
         own.faults = shared.faults = {}
         try:
             with np.errstate(invalid="ignore", over="ignore"):  # a client that diverges goes on, and is refused
                 for local in range(job.local_steps):
-                    inputs = self._batches(clients, round * job.local_steps + local, rows[local])
+                    inputs = self.batches(clients, round * job.local_steps + local, rows[local])
                     state, info = method.step(state, Problem(own, shared), inputs, job.clock(round, local))
                     for name, value in named(info):
                         values.setdefault(name, []).append(torch.as_tensor(value).expand(len(clients)).tolist())
@@ -112,7 +112,7 @@ class StackedShard(Shard):
             means = {name: sum(v[row] for v in steps) / len(steps) for name, steps in values.items()}
             yield Trained(client, upload if fault is None else None, means, fault)
 
-    def _batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    def batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
         """The clients' batches of a step, rows (k, b) of the data set: inputs (k, b, ...), targets (k, b, ...)."""
         job = self.job
         if job.transform.augment:

@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from qupel.core.layout import Layout
+from qupel.engine.faults import raise_told, told
 from qupel.engine.job import Job
 from qupel.engine.scratch import hold_multiprocessing
 from qupel.engine.shard import Judged, Trained
@@ -141,12 +141,8 @@ class Workers:
                     raise self._death(j) from None
                 if kind == "done":
                     pending.discard(j)
-                elif kind == "wrong":
-                    raise UserError(value)
-                elif kind == "disk":
-                    raise OSError(*value)
-                elif kind == "bug":
-                    raise RuntimeError(f"worker {j} failed:\n{value}")
+                elif kind == "fault":
+                    raise_told(value, f"worker {j}")
                 else:
                     yield value
 
@@ -288,12 +284,8 @@ def _serve(pipe: Connection) -> None:
             answer: tuple[str, Any] = ("done", None)
         except ConnectionError:
             return  # the main process is gone
-        except UserError as e:
-            answer = ("wrong", str(e))
-        except OSError as e:
-            answer = ("disk", (e.errno, e.strerror, e.filename))
-        except Exception:
-            answer = ("bug", traceback.format_exc())
+        except Exception as e:
+            answer = ("fault", told(e))
         try:
             pipe.send(answer)
         except ConnectionError:

@@ -198,7 +198,7 @@ LEAVES: dict[tuple[str, bool], type[Answer]] = {
     ("export", False): Export,
     ("export", True): PrivateExport,
 }
-WITH_BODY = (Update, PrivateUpdate)  # the upload itself: w_i in the job's codec, clipped and noised where private
+WITH_BODY = (Update, PrivateUpdate)  # the upload: rows in the job's codec, their shares; where private, noised rows
 
 
 # --- out of a client ---

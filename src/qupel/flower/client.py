@@ -30,13 +30,13 @@ from qupel.engine.shard import Shard
 from qupel.flower import boundary
 from qupel.flower.boundary import Answer
 from qupel.flower.frames import Header
-from qupel.flower.generations import Asked, Generations
+from qupel.flower.generations import Asked, Generations, Undone
 from qupel.flower.ledger import Ledger
 from qupel.flower.task import PROTOCOL, ClientConfig, Task
-from qupel.flower.wire import encode, noise_deviation, privatize
+from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
 from qupel.parts.base import Rows, Upload, vector
-from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, explain
-from qupel.run.experiment import Cell, build_job, describe, load_data, split_data
+from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, TaskConfig, explain
+from qupel.run.jobs import Cell, build_job, describe, load_data, split_data
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 from qupel.util.registry import imports_limited_to
@@ -74,14 +74,14 @@ class Client:
         if kind == "hello":
             return self._hello(int(header["seed"])), b""
         job = self._job(header["task"])
-        round = int(header["round"])
+        round, undone = int(header["round"]), [(int(first), int(last)) for first, last in header["undone"]]
         w = job.rows(round, body)
         if kind == "train":
-            return job.train(Asked.of(int(header["attempt"]), round, body), w)
+            return job.train(Asked.of(int(header["attempt"]), round, body), w, undone)
         if kind == "evaluate":
-            return job.evaluate(round, w), b""
+            return job.evaluate(round, w, undone), b""
         if kind == "export":
-            return job.export(round, w), b""
+            return job.export(round, w, undone), b""
         raise KeyError(kind)
 
     def _hello(self, seed: int) -> Answer:
@@ -127,28 +127,31 @@ class ClientJob:
 
     def rows(self, round: int, body: bytes) -> Rows:
         """What the server sent: the rows of this round's method."""
+        if not 0 <= round < self.job.rounds:
+            raise ValueError(f"round {round} of a job with {self.job.rounds}")
         numbers = torch.frombuffer(bytearray(body), dtype=torch.float32) if body else torch.empty(0)
         count, size = self.job.rows_of(self.job.locate(round)[0]), len(self.shard.initial)
         if len(numbers) != count * size:
             raise UserError(f"the server's model has {len(numbers)} parameters, this client's {count * size}")
         return numbers.split(size)
 
-    def train(self, asked: Asked, w: Rows) -> tuple[Answer, bytes]:
+    def train(self, asked: Asked, w: Rows, undone: Undone) -> tuple[Answer, bytes]:
         """One round. Asked for again, it is answered again and not trained again. A private client pays for it when its
         answer is on disk and before it leaves: killed in between, it neither loses the round nor gives it twice."""
         known = self.generations.kept(asked) if self.ledger else self.generations.answered(asked)
         if known is None:
             if self.ledger:
                 self.ledger.check(self.task.job, asked.round)
-            answer = self._trained(asked, w)
+            answer = self._trained(asked, w, undone)
         else:
             answer = boundary.heard("train", known[0]), known[1]
         if self.ledger:
             self.ledger.pay(self.task.job, asked.round)
         return answer
 
-    def _trained(self, asked: Asked, w: Rows) -> tuple[Answer, bytes]:
-        residual = self.generations.before(asked.round)
+    def _trained(self, asked: Asked, w: Rows, undone: Undone) -> tuple[Answer, bytes]:
+        residual = self.generations.upto(asked.round - 1, undone)
+        self.generations.loaded = None  # until this round is kept, what the shard holds is no generation
         (done,) = self.shard.train(asked.round, w, [self.client])
         if done.fault is not None:
             if self.ledger:  # whether it fails depends on the data: that is told once, too
@@ -161,7 +164,7 @@ class ClientJob:
             rng = generator(self.task.seed, "upload", self.client, asked.round)
             payload, residual = encode(self.task.upload, self._private(done.upload, w), w, residual, rng)
         kept, _ = boundary.told("train", self.own.privacy is not None, reply)
-        self.generations.keep(asked, kept, payload, residual)
+        self.generations.keep(asked, kept, payload, residual, undone)
         return reply, payload
 
     def _update(self, round: int, told: Mapping[str, float]) -> Answer:
@@ -173,27 +176,28 @@ class ClientJob:
 
     def _private(self, upload: Upload, w: Rows) -> Upload:
         """Noise from the machine's own entropy: from the job's seed, the server could draw it again. All rows are
-        clipped together."""
+        clipped together; shares depend on the data and stay here."""
         private = self.own.privacy
         if private is None:
             return upload
         deviation = noise_deviation(private.epsilon, private.delta, private.sensitivity or 2 * private.clip)
-        noised = privatize(vector(upload.rows), vector(w), private.clip, deviation, np.random.default_rng())
-        return Upload(noised.split(len(w[0])), upload.shares)
+        rows = vector(without_shares(upload, w))
+        noised = privatize(rows, vector(w), private.clip, deviation, np.random.default_rng())
+        return Upload(noised.split(len(w[0])))
 
-    def evaluate(self, round: int, w: Rows) -> Answer:
+    def evaluate(self, round: int, w: Rows, undone: Undone) -> Answer:
         """How the deployed model scores; a private client tells nothing of it, so it does not look."""
         if self.own.privacy:
             return boundary.PrivateScores(self.client, round)
-        self.generations.upto(round)
+        self.generations.upto(round, undone)
         (judged,) = self.shard.evaluate(round, w, [self.client])
         scores = (*sayable(judged.test), *sayable(judged.validation), *sayable(judged.float_test))
         size = (judged.bytes or 0, judged.bits or 0.0, judged.dead or 0)
         return boundary.Scores(self.client, round, *scores, *size)
 
-    def export(self, round: int, w: Rows) -> Answer:
+    def export(self, round: int, w: Rows, undone: Undone) -> Answer:
         """Write what this client ships after `round` to its own disk."""
-        self.generations.upto(round)
+        self.generations.upto(round, undone)
         (judged,) = self.shard.evaluate(round, w, [self.client])
         model = self.shard.deployed(self.client, round, w)
         module = self.shard.judge_of(self.client).load(model.x, self.job.calibration(self.client))
@@ -233,7 +237,8 @@ def merged(own: ClientConfig, task: Task | None) -> Config:
     return Config(
         data=data.model_copy(update={"augment": task.augment}),
         split=split,
-        model=ModelConfig(name=task.model, layers=own.layers),
+        model=ModelConfig(name=task.model, args=task.args, layers=own.layers, levels=own.levels),
+        task=TaskConfig(loss=task.loss),
         bits=own.bits or "auto",
         budget=own.budget,
         local_steps=task.local_steps,

@@ -225,7 +225,7 @@ def run(
     ] = None,
     deadline: Annotated[float, typer.Option(min=1, help="seconds a round may take")] = 120.0,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
-    upload: Annotated[Literal["fp32", "fp16", "int8"], typer.Option(help="what clients send")] = "fp32",
+    upload: Annotated[str, typer.Option(help="codec of what clients send: fp32, fp16, int8")] = "fp32",
     most_weight: Annotated[float, typer.Option(min=1, help="weighted = true: medians a client may count for")] = 10.0,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this --name")] = False,
     server: Server = None,
@@ -233,16 +233,19 @@ def run(
     """Run a federation: every client ends with its own small model, on its own disk."""
     require_flower()
     from qupel.flower.folder import Federation
-    from qupel.flower.server import Request, Terms
+    from qupel.flower.server import Request, Terms, check_told
+    from qupel.parts.codecs import codecs
     from qupel.run import config as configs
-    from qupel.run.experiment import cells
+    from qupel.run.jobs import cells
 
     federation = Federation.open(folder)
     _warn(federation)
     parsed = configs.load(config, set or [])
     (cell,) = _one(cells(parsed))
+    check_told(parsed)
     if parsed.model.start is not None:
         raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
+    codecs.build(upload, "--upload")
     least = minimum or max(1, federation.clients - len(federation.revoked()))
     terms = Terms(federation.clients, least, deadline, patience, upload, most_weight)
     if resume and name is None:

@@ -216,6 +216,7 @@ def client_text(number: int, config: Config) -> str:
         each = (bits,) if isinstance(bits, int) else tuple(bits)
         size = f"bits = {each[number % len(each)]}"
     layers = "" if config.model.layers is None else f"layers = {json.dumps(list(config.model.layers))}\n"
+    layers += 'levels = "channel"\n' if config.model.levels == "channel" else ""
     data = {k: v for k, v in config.data.model_dump(mode="json").items() if v is not None and k != "augment"}
     split = {k: v for k, v in config.split.model_dump(mode="json").items() if v is not None}
     tables = [f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items())

@@ -5,8 +5,9 @@ STATE/<job>/round-000004/   rows.bin, rows.json       the state after round 4 (`
                             answer.json, upload.bin   what was answered: given again when the round is asked for again
 STATE/<job>/round-000003/   the generation before it
 
-A folder is complete or absent. Two generations are kept: a server that was killed within round 4 asks for it again,
-maybe with another w; then the client goes on from the state it had before.
+A folder is complete or absent. A few generations are kept: a server that was killed within round 4 asks for it again,
+maybe with another w; then the client goes on from the state it had before. One that has gone back to an older
+checkpoint says which rounds are undone: the client goes on from the state before these, and they go.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qupel.engine.checkpoint import KEEP
 from qupel.engine.shard import Shard
 from qupel.engine.store import MemoryStore
 from qupel.flower.boundary import REMOVED
@@ -30,7 +33,8 @@ from qupel.flower.frames import Header
 from qupel.util.errors import UserError
 from qupel.util.files import new_folder, write_atomic, write_json
 
-KEPT = 2
+KEPT = KEEP + 1  # a server goes on from any of its checkpoints
+Undone = Sequence[tuple[int, int]]  # rounds (first, last) that a server has taken back
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,15 @@ class Generations:
             raise UserError(f"cannot go back to round {asked.round + 1}: of the past, round {known[-1] + 1} is kept")
         return None
 
-    def before(self, round: int) -> Tensor | None:
-        """Put the state before `round` into the shard; what the codec left then (d,), or None."""
-        return self._load(max((r for r in self.rounds() if r < round), default=-1))
-
-    def upto(self, round: int) -> None:
-        """Put the state after `round` into the shard, or the newest before it."""
-        self._load(max((r for r in self.rounds() if r <= round), default=-1))
+    def upto(self, round: int, undone: Undone = ()) -> Tensor | None:
+        """Put the state after `round` into the shard, or the newest before it, of those that are not undone; what the
+        codec left then (r d,), or None."""
+        known = self.rounds()
+        found = max((r for r in known if r <= round and not _within(r, undone)), default=-1)
+        if found < 0 and known and self._note(known[-1])["before"] >= 0:
+            wanted = min([round + 1, *(first for first, last in undone if last >= known[-1])])
+            raise UserError(f"cannot go back to round {wanted + 1}: of the past, round {known[-1] + 1} is kept")
+        return self._load(found)
 
     def _load(self, round: int) -> Tensor | None:
         if (self.folder / SWEPT).exists():
@@ -109,11 +115,12 @@ class Generations:
         residual = self._path(round) / "residual.bin"
         return torch.from_numpy(np.fromfile(residual, np.float32)) if round >= 0 and residual.exists() else None
 
-    def keep(self, asked: Asked, reply: Header, body: bytes, residual: Tensor | None) -> None:
-        """Write the generation of a round that the shard has just made; later ones go, and so do old ones."""
+    def keep(self, asked: Asked, reply: Header, body: bytes, residual: Tensor | None, undone: Undone = ()) -> None:
+        """Write the generation of a round that the shard has just made; later ones go, and so do old and undone
+        ones."""
         self.loaded = None  # until it is on disk
         for round in self.rounds():
-            if round >= asked.round:
+            if round >= asked.round or _within(round, undone):
                 shutil.rmtree(self._path(round))
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         before = max(self.rounds(), default=-1)
@@ -126,3 +133,7 @@ class Generations:
         for round in self.rounds()[KEPT:]:
             shutil.rmtree(self._path(round))
         self.loaded = asked.round
+
+
+def _within(round: int, undone: Undone) -> bool:
+    return any(first <= round <= last for first, last in undone)

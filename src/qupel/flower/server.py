@@ -36,13 +36,13 @@ from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
 from qupel.parts.methods.base import sends
 from qupel.run.config import Config, Strict
-from qupel.run.experiment import Cell, assemble, build_model
+from qupel.run.jobs import Cell, assemble, build_model
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
-from qupel.util.files import write_atomic, write_json
+from qupel.util.files import read_json, write_atomic, write_json
 
 TRIES = 3  # of a round that too few clients answer
-MOST = 100  # times the median: a client that claims more samples counts for so many
+UNDONE = "undone.json"  # in a checkpoint: rounds that do not count, which clients need to know
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,12 @@ class Fleet:
     def __init__(self, job: Job, task: Task, parts: list[Part], post: Post, terms: Terms, attempt: int) -> None:
         self.job, self.task, self.parts, self.post, self.terms, self.attempt = job, task, parts, post, terms, attempt
         self.samples = [len(part.train_rows) for part in parts]  # as the clients tell
+        self.round = -1  # the last one that was asked for
+        self.undone: list[list[int]] = []  # rounds [first, last] that were taken back
         self.unheard: list[str] = []  # whose scores could not be read since they were last asked for, and why
 
     def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
+        self.round = round
         needed = min(self.terms.minimum, len(clients))
         for _ in range(TRIES):
             asked = wait_for(self.post, clients, needed, self.terms.patience)
@@ -101,7 +104,7 @@ class Fleet:
     def _ask(self, kind: str, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Reply]:
         """First answers only, and only of clients that were asked."""
         header: Header = {"kind": kind, "protocol": PROTOCOL, "attempt": self.attempt, "round": round}
-        header["seconds"] = self.terms.deadline
+        header |= {"undone": self.undone, "seconds": self.terms.deadline}
         header["task"] = json.loads(self.task.model_dump_json())
         waiting = set(clients)
         for reply in self.post.ask(header, vector(w).numpy().tobytes(), clients, self.terms.deadline):
@@ -168,10 +171,15 @@ class Fleet:
         raise Failed("a client's model never leaves it; let it write the model on its own disk with `export`")
 
     def save(self, folder: Path) -> None:
-        """Nothing: every client keeps its own generations."""
+        """Every client keeps its own generations, but which of them count the server knows."""
+        write_json(folder / UNDONE, {"undone": self.undone})
 
     def load(self, folder: Path | None) -> None:
-        """Nothing, for the same reason."""
+        """Clients go back to the states they had at a checkpoint, None: at the start, when they are next asked."""
+        first = 0 if folder is None else int(folder.name.removeprefix("round-"))
+        self.undone = [] if folder is None else read_json(folder / UNDONE)["undone"]
+        if first <= self.round:
+            self.undone = [*self.undone, [first, self.round]]
 
 
 def hear(kind: str, reply: Reply, round: int | None = None, job: str | None = None) -> Answer | str:
@@ -278,13 +286,21 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
         named = "; ".join(f"client {client}: {fault}" for client, fault in sorted(faults.items()))
         raise UserError(f"{len(told)} of {len(here)} clients can take part, {terms.minimum} are needed ({named})")
     typical = int(np.median(list(told.values())))
-    samples = [min(told.get(i, typical), MOST * typical) for i in range(terms.clients)]
+    samples = [told.get(i, typical) for i in range(terms.clients)]
     return {"shape": kind[0], "classes": kind[1], "samples": samples, "left_out": faults}
+
+
+def check_told(config: Config) -> None:
+    """Clients tell a closed list of things: what a run needs beyond it cannot be had."""
+    for key, wanted in (("task.metrics", config.task.metrics), ("diagnostics", config.diagnostics != "off")):
+        if wanted:
+            raise UserError(f"{key}: clients on Flower tell their losses and accuracies only; leave it out")
 
 
 def open_fleet(folder: Path, post: Post) -> Fleet:
     """The fleet of a run folder, with the answers of its first greeting; every opening counts as an attempt."""
     request = Request.read(folder)
+    check_told(request.config)
     counted = folder / "attempt.json"
     attempt = 1 + (json.loads(counted.read_text()) if counted.exists() else 0)
     write_json(counted, attempt)
@@ -298,7 +314,7 @@ def open_fleet(folder: Path, post: Post) -> Fleet:
     config, cell = request.config, Cell(request.label, request.seed)
     job = assemble(config, cell, build_model(config, data, cell), data, parts, [Plan() for _ in parts])
     job = replace(job, epoch_steps=job.client_epoch_steps, checkpoint_every=1)
-    task = Task.of(job, name=request.job, label=cell.label, model=config.model.name, upload=request.terms.upload)
+    task = Task.of(job, config, cell, name=request.job, upload=request.terms.upload)
     return Fleet(job, task, parts, post, request.terms, attempt)
 
 
@@ -318,6 +334,7 @@ def conduct(
 
     finished = run(fleet.job, fleet, checkpoints=checkpoints, watch=tell, should_stop=should_stop)
     write_atomic(folder / "w.bin", vector(finished.w).numpy().tobytes())
+    fleet.save(folder)
     if Request.read(folder).config.save_models:
         export(folder, fleet)
     write_json(
@@ -330,6 +347,7 @@ def conduct(
 def export(folder: Path, fleet: Fleet) -> list[dict[str, Any]]:
     """Let the clients of a finished run write their models; what they tell goes to RUN/exports.json."""
     w = torch.from_numpy(np.fromfile(folder / "w.bin", np.float32))
+    fleet.undone = read_json(folder / UNDONE)["undone"]
     told = fleet.export(fleet.job.rounds - 1, w.split(Layout.of(fleet.job.module).size))
     write_json(folder / "exports.json", told)
     return told

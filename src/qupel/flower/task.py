@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -13,25 +14,41 @@ from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.flower.boundary import JOB
 from qupel.parts.codecs import codecs
-from qupel.run.config import Bits, Phases, SplitConfig, Strict, check_bits, explain
+from qupel.parts.servers.mean import Mean
+from qupel.run.config import (
+    Bits,
+    Config,
+    Phases,
+    SplitConfig,
+    Strict,
+    check_bits,
+    check_model,
+    explain,
+    find_modules_beside,
+)
+from qupel.run.jobs import Cell, model_name
+from qupel.tasks.losses import losses
 from qupel.util.errors import UserError
 
-PROTOCOL: Literal[2] = 2  # of the messages between server and clients; both sides must agree
+PROTOCOL: Literal[3] = 3  # of the messages between server and clients; both sides must agree
 
 
 class Task(Strict):
     """One job, in every message of it: a client that joins late or starts again needs nothing else but w.
 
-    It holds no bits: how small a client's model gets is the client's own business.
+    It holds no bits: how small a client's model gets is the client's own business. Nor does it hold the server's part
+    of a phase, which no client runs.
     """
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # BinaryRelax ends with an infinite lambda
 
-    protocol: Literal[2] = PROTOCOL
+    protocol: Literal[3] = PROTOCOL
     job: str = Field(pattern=f"^{JOB}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
     model: str
+    args: dict[str, Any] = Field({}, description="what the network is built with")
+    loss: str | None = None
     shape: tuple[int, ...]
     classes: int = Field(ge=1)
     clients: int = Field(ge=1)
@@ -46,21 +63,35 @@ class Task(Strict):
     @field_validator("upload")
     @classmethod
     def _codec(cls, value: str) -> str:
-        codecs[value]
+        codecs.build(_plain(value), "upload")
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _model(cls, value: str) -> str:
+        return check_model(_plain(value))
+
+    @field_validator("loss")
+    @classmethod
+    def _loss(cls, value: str | None) -> str | None:
+        if value is not None:
+            losses[_plain(value)]
         return value
 
     @classmethod
-    def of(cls, job: Job, *, name: str, label: str, model: str, upload: str) -> Task:
+    def of(cls, job: Job, config: Config, cell: Cell, *, name: str, upload: str) -> Task:
         """What clients must know of the server's job."""
         described = {
             "job": name,
-            "label": label,
+            "label": cell.label,
             "seed": job.seed,
-            "model": model,
+            "model": model_name(config, cell),
+            "args": config.model.args,
+            "loss": config.task.loss,
             "shape": list(job.data.train.inputs.shape[1:]),
             "classes": job.data.classes,
             "clients": len(job.parts),
-            "phases": [p.table() for p in job.phases],
+            "phases": [replace(p, server=Mean()).table() for p in job.phases],
             "local_steps": job.local_steps,
             "batch": job.batch,
             "epoch_steps": job.client_epoch_steps,
@@ -69,6 +100,13 @@ class Task(Strict):
             "upload": upload,
         }
         return cls.model_validate_json(json.dumps(described))
+
+
+def _plain(path: str) -> str:
+    """A name that is built in, or a thing of a module's own: not one that the module has from elsewhere."""
+    if "." in path.partition(":")[2]:
+        raise ValueError(f"{path!r}: a name of the module itself is needed")
+    return path
 
 
 class OwnData(Strict):
@@ -105,6 +143,7 @@ class ClientConfig(Strict):
     bits: Bits | None = Field(None, description="1 to 8, or 32 for full precision")
     budget: str | None = Field(None, description='bytes its file may have, e.g. "24 KiB", in place of bits')
     layers: tuple[str, ...] | None = Field(None, description="layers to quantize; none: all but the first and last")
+    levels: Literal["layer", "channel"] = Field("layer", description="a layer's, or scaled by each output channel")
     state: Path = Field(Path("state"), description="folder for its personal model, its centers and exported files")
     resident: bool = Field(True, description="keep torch, data and state loaded between rounds")
     idle_minutes: float = Field(60, gt=0, description="a resident worker that nobody asks for this long ends")
@@ -135,6 +174,8 @@ def load_client(path: Path) -> ClientConfig:
         raise UserError(f"{path} is not TOML: {e}") from None
     except ValidationError as e:
         raise UserError(f"{path}: {explain(e)}") from None
+    if config.allow:
+        find_modules_beside(path)
     here, data = path.resolve().parent, config.data
     own: dict[str, Any] = {"state": here / config.state}
     if data.name.endswith(".npz"):

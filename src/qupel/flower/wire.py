@@ -18,8 +18,10 @@ from qupel.util.errors import UserError
 def encode(
     codec: str, upload: Upload, sent: Rows, residual: Tensor | None, rng: np.random.Generator
 ) -> tuple[bytes, Tensor | None]:
-    """(bytes, what they leave for the next upload) of an upload to a server that sent these rows."""
-    before = () if residual is None else residual.split(len(sent[0]))
+    """(bytes, what they leave for the next upload) of an upload to a server that sent these rows. What a phase with
+    another number of rows has left is let go."""
+    size = len(sent[0])
+    before = () if residual is None or len(residual) != len(sent) * size else residual.split(size)
     payload, left = encode_rows(codecs[codec](), upload.rows, sent, before, rng)
     if upload.shares is not None:
         payload += upload.shares.to(torch.float32).numpy().tobytes()
@@ -30,16 +32,25 @@ def decode(codec: str, payload: bytes, sent: Rows) -> Upload:
     """The upload as the server takes it."""
     part, shares = codecs[codec](), None
     size = len(sent) * part.size(len(sent[0]))
-    if len(sent) > 1 and len(payload) == size + 4 * len(sent):
+    if len(payload) == size + 4 * len(sent):
         payload, shares = payload[:size], floats(payload[size:])
         if not bool(((shares >= 0) & (shares <= 1)).all()):
             raise UserError("the shares of its rows are not from 0 to 1")
-    return Upload(decode_rows(part, payload, sent), shares)
+    with np.errstate(invalid="ignore", over="ignore"):  # what is not finite is screened afterwards
+        return Upload(decode_rows(part, payload, sent), shares)
 
 
 def noise_deviation(epsilon: float, delta: float, sensitivity: float) -> float:
     """The Gaussian mechanism (Dwork and Roth, 2014, theorem A.1), valid for epsilon up to 1."""
     return sensitivity * math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+
+
+def without_shares(upload: Upload, w: Rows) -> Rows:
+    """The rows of an upload whose shares are not to be told: a row that counts by a half has moved by a half."""
+    if upload.shares is None:
+        return upload.rows
+    found = zip(upload.rows, w, upload.shares.tolist(), strict=True)
+    return tuple(sent + share * (row - sent) for row, sent, share in found)
 
 
 def privatize(upload: Tensor, w: Tensor, clip: float, deviation: float, rng: np.random.Generator) -> Tensor:

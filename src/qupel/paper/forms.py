@@ -9,7 +9,7 @@ from qupel.report.runs import Run
 
 def table_form(run: Run) -> Form:
     assert run.table is not None
-    grid = paper.grid(run.table, run.results, run.rows, run.scale_note)
+    grid = paper.grid(run.table, run.results, run.rows, paper.NOTES.get(run.scale, ""))
     body: list[list[str]] = []
     for name, texts in paper.lines(grid):
         if name in grid.rows:

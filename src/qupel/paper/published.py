@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from qupel.report.significance import WORDS, Gain, mark, over_seeds, seed_difference
 from qupel.report.runs import place
+from qupel.report.significance import WORDS, Gain, mark, over_seeds, seed_difference
 from qupel.report.tables import Result, csv_text, markdown, tex
 from qupel.util.terminal import plain
 

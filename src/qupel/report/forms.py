@@ -38,7 +38,7 @@ def forms(runs: Sequence[Run], own: Own = NOTHING) -> list[Form]:
     """A table for each run of a table with a form of its own, and for each group of others that can be compared."""
     found, rest = [], []
     for run in runs:
-        if run.table in own:
+        if run.table is not None and run.table in own:
             found.append(own[run.table](run))
         else:
             rest.append(run)

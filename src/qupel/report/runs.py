@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qupel.engine import scores
-from qupel.report.tables import Result
+from qupel.report.tables import Result, labelled
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
-
 
 AT = " @ "  # a method that is a cell of a table is labelled "row @ column"
 
@@ -75,6 +74,8 @@ def load_run(folder: Path, name: str) -> Run:
     results = sorted((r for r in results if r["label"] in order), key=lambda r: (order[r["label"]], r["seed"]))
     if not results:
         raise UserError(f"{folder} has no finished cell yet (cells/*/result.json)")
+    if not labelled(results):
+        raise UserError(f"{folder}: a report shows accuracies, and its data has no class labels; see metrics.jsonl")
     about = read_json(folder / "reproduce.json") if (folder / "reproduce.json").exists() else {}
     cells = len(config["methods"]) * len(config["seeds"])
     told = {key: about[key] for key in ("table", "scale") if key in about}

@@ -13,8 +13,9 @@ from qupel.util.files import write_atomic, write_json
 
 
 def write_summary(results: Sequence[Result], folder: Path, one: bool = False) -> None:
-    """one: training in one place, not a federation. Without test data there is nothing to compare, and no summary."""
-    if any("test" not in r["lines"][-1] for r in results):
+    """one: training in one place, not a federation. Without test data or class labels there are no accuracies to
+    compare, and no summary."""
+    if not tables.labelled(results) or any("test" not in r["lines"][-1] for r in results):
         return
     rows = tables.rows(results)
     head, body = tables.training_table(rows) if one else tables.federation_table(rows)

@@ -49,6 +49,11 @@ class Row:
         return self.model_bytes if self.file_bytes is None else self.file_bytes
 
 
+def labelled(results: Sequence[Result]) -> bool:
+    """Whether targets are class labels, so that there are accuracies to compare."""
+    return all(r.get("classes", True) is not None for r in results)
+
+
 def rows(results: Sequence[Result], reference: str | None = None) -> list[Row]:
     labels = list(dict.fromkeys(r["label"] for r in results))
     reference = reference or labels[0]

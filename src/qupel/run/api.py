@@ -38,7 +38,7 @@ from qupel.parts.methods import methods
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.servers import Server
-from qupel.run.experiment import is_dense
+from qupel.run.jobs import is_dense
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge
 from qupel.tasks.losses import losses

@@ -100,6 +100,8 @@ def _phases(value: Any) -> Any:
         return None
     if not isinstance(value, list | tuple):
         raise ValueError(f"a list of tables is needed, not {value!r}")
+    if not value:
+        raise ValueError("at least one is needed")
     return tuple(p if isinstance(p, Phase) else phase_from(p, f"phase {k}") for k, p in enumerate(value, 1))
 
 

@@ -21,7 +21,8 @@ from pydantic import ValidationError
 from qupel.paper.published import NOTES
 from qupel.report.runs import AT, place, read_result
 from qupel.run.config import Config, explain, merge, validate
-from qupel.run.experiment import Cell, cells, result_file
+from qupel.run.folder import result_file
+from qupel.run.jobs import Cell, cells
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_json
 

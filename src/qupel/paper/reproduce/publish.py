@@ -89,7 +89,8 @@ def _raw(about: dict[str, Any], config: Config, done: Sequence[Result]) -> dict[
     """Every cell's curve and last accuracies by client; the settings once."""
     shared = json.loads(config.model_dump_json(exclude={"methods"}))
     phases = {r["label"]: r["phases"] for r in done}
-    curve = ("round", "epoch", "method", "quantizer", "train_loss", "train_loss_quantized", "test", "float_test", "bits")
+    curve = ["round", "epoch", "method", "quantizer", "train_loss", "train_loss_quantized"]
+    curve += ["test", "float_test", "bits"]
     cells = [
         {k: r[k] for k in ("label", "seed", "fingerprint", "seconds", "finished", "machine", "taken_from") if k in r}
         | {"clients": r["lines"][-1]["clients"], "lines": [{k: x[k] for k in curve if k in x} for x in r["lines"]]}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from qupel.core.codebook import Codebook, Plan
@@ -35,7 +36,7 @@ class Frozen:
         near = codebook.nearest(x)  # x itself, with its frozen assignment; after a method has put w in its place, Q(w)
         found = task.gradient(near.q, batch)
         h = level_gradients(codebook, near.codes, found.gradient, self.center_gradient, self.clip)
-        info = Info(quantized_loss=found.loss) if codebook else Info(loss=found.loss)
+        info = Info(found.loss if torch.equal(near.q, x) else None, found.loss if codebook else None)
         return Descent(found.gradient, info, near.codes, h)
 
     def settle(

@@ -1,0 +1,150 @@
+"""A run directory: opened by one process alone, its finished cells believed only where nothing is damaged.
+
+RUN/config.json                  the whole config; identity.json: the data's checksum, versions; lock
+RUN/shared/...                   what cells share: the FedAvg warm-up of equal recipes, trained once a seed
+RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/;
+                                 scores.npz where there are many clients
+RUN/summary.json, summary.md     the comparison
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from qupel.data import sources
+from qupel.deploy.budget import parse_size
+from qupel.deploy.file import save
+from qupel.engine import scores
+from qupel.engine.identity import check_identity
+from qupel.engine.job import Job
+from qupel.engine.rounds import Engine, Failed
+from qupel.parts.base import Rows
+from qupel.run.config import Config
+from qupel.run.jobs import Cell, build_job, describe, fingerprint, load_data
+from qupel.tasks.judge import Judge
+from qupel.util.errors import UserError
+from qupel.util.files import LOCK, Damaged, check_files, checksums, locked, read_json, write_sealed
+
+
+@contextmanager
+def own_folder(out: Path) -> Iterator[None]:
+    """Make a run's folder and have it alone."""
+    with ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            check_own(out)  # nothing is left in a folder that is something else
+            stack.enter_context(locked(out))
+        except OSError as e:
+            raise UserError(f"cannot use {out}: {e.strerror}") from None
+        yield
+
+
+def check_own(out: Path) -> None:
+    if not (out / "config.json").exists() and any(p.name != LOCK for p in out.iterdir()):
+        raise UserError(f"{out} is not empty and holds no run; give another --out")
+
+
+def open_folder(out: Path, config: Config, resume: bool, other_versions: bool = False) -> None:
+    described = json.loads(config.model_dump_json())
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        known = out / "config.json"
+        if known.exists():
+            if not resume:
+                raise UserError(f"{out} already holds a run; add --resume to go on with it, or give another --out")
+            before = read_json(known)
+            usual = json.loads(Config(methods=config.methods).model_dump_json())
+            if {**usual, **before} != described:  # what an older version did not know has its default
+                raise UserError(f"{out} was made with another config; resume it with that one, or give another --out")
+        else:
+            check_own(out)
+            write_sealed(known, described)
+        check_identity(out, config.data.name, identity(config), other_versions)
+    except OSError as e:
+        raise UserError(f"cannot use {out}: {e.strerror}") from None
+
+
+@lru_cache(maxsize=2)
+def data_identity(name: str, folder: Path | None, limit: int | None) -> str:
+    return sources.identity(load_data(name, folder, limit))
+
+
+def identity(config: Config) -> str:
+    """A checksum of the data that a config names."""
+    return data_identity(config.data.name, config.data.folder, config.data.limit)
+
+
+def result_file(out: Path, cell: Cell) -> Path:
+    return out / "cells" / cell.name / "result.json"
+
+
+def is_done(out: Path, cell: Cell) -> bool:
+    """Whether a cell is done. Raises `Damaged` where something it left is not what it was."""
+    path = result_file(out, cell)
+    if not path.exists():
+        return False
+    try:
+        result = read_json(path)
+        if (result["label"], result["seed"]) != (cell.label, cell.seed):
+            raise Damaged(f"{path} is the result of {result['label']}, seed {result['seed']}")
+        check_files(path.parent, result.get("checksums", {}))
+    except Damaged as e:
+        raise Damaged(f"{e}; remove {path.parent} to run this cell again") from None
+    return True
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a cell's result, with checksums of the files beside it."""
+    folder = path.parent
+    left = [p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file() and p != path]
+    files = checksums(folder, [str(p) for p in left if p.parts[0] != "checkpoints"])
+    write_sealed(path, {**json.loads(json.dumps(result, default=str)), "checksums": files})
+
+
+def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None:
+    """Take a cell's result and models over from a run that has done the same under whatever label."""
+    done = result_file(out, cell)
+    if not others or done.exists():
+        return
+    key = fingerprint(config, cell, build_job(config, cell).phases)
+    for path in (p for other in others for p in sorted(other.glob("cells/*/result.json"))):
+        result = read_json(path)
+        if result.get("fingerprint") != key:
+            continue
+        done.parent.mkdir(parents=True, exist_ok=True)
+        if (path.parent / "models").exists():
+            shutil.copytree(path.parent / "models", done.parent / "models", dirs_exist_ok=True)
+        shutil.copy(path.parent / "metrics.jsonl", done.parent)
+        scores.copy(path.parent, done.parent)
+        taken = f"{path.parents[2].name}/{path.parent.name}"
+        write_result(done, {**result, "label": cell.label, "taken_from": taken})
+        return
+
+
+def save_models(
+    config: Config, cell: Cell, job: Job, engine: Engine, w: Rows, folder: Path, line: dict[str, Any]
+) -> list[int]:
+    """models/client-000.safetensors and so on: what each client ships, packed and checked against its budget. Returns
+    the bytes of each file."""
+    target = folder / "models"
+    target.mkdir(exist_ok=True)
+    judge, data = Judge(job.module, job.loss), job.data
+    budgets = [parse_size(text) for text in config.budgets()]
+    sizes = []
+    for client in range(len(job.parts)):
+        model = engine.deployed(job.rounds - 1, w, client).cpu()
+        module = judge.load(model.x, job.calibration(client))
+        test = line["clients"]["test"][client]
+        allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
+        about = describe(config, cell, data, job.name(client), test, allowed)
+        written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
+        if allowed is not None and written > allowed:
+            raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {allowed}")
+        sizes.append(written)
+    return sizes

@@ -1,0 +1,213 @@
+"""From a config to the jobs of its cells, one for each method and seed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qupel.core.codebook import Plan, plan_bits
+from qupel.core.layout import Layout
+from qupel.data import partition, sources
+from qupel.data.batches import Transform
+from qupel.deploy.about import About
+from qupel.deploy.budget import Planner, parse_size
+from qupel.deploy.file import load
+from qupel.engine.door import check_trainable
+from qupel.engine.fingerprint import digest
+from qupel.engine.job import Job
+from qupel.paper.diagnostics import Diagnostics
+from qupel.parts.methods.base import quantizer_of
+from qupel.parts.phase import Phase
+from qupel.run.config import Config, MethodConfig
+from qupel.run.recipes import Length, compose, find
+from qupel.tasks import zoo
+from qupel.tasks.losses import losses
+from qupel.tasks.metrics import metrics
+from qupel.util.errors import UserError
+
+SHARED = ("seed", "data", "split", "model", "task", "local_steps", "batch", "sample", "weighted")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method on one seed."""
+
+    label: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{re.sub(r'[^A-Za-z0-9.+]+', '-', self.label).strip('-')}-s{self.seed}"
+
+
+def cells(config: Config) -> list[Cell]:
+    found = [Cell(label, seed) for seed in config.seeds for label in config.methods]
+    if len({c.name for c in found}) < len(found):
+        raise UserError("methods: two labels differ only in punctuation; seeds: each once")
+    return found
+
+
+@lru_cache(maxsize=2)
+def load_data(name: str, folder: Path | None, limit: int | None) -> sources.Dataset:
+    return sources.load(name, folder, limit)
+
+
+def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
+    s, train, test = config.split, data.train, data.test
+    if s.kind in {"classes", "dirichlet"} and data.classes is None:
+        raise UserError(f"split.kind = {s.kind!r} needs class labels, which {data.name} has not; try iid or groups")
+    if s.kind == "classes":
+        parts = partition.by_class(
+            train.targets, test.targets, s.clients, s.classes, seed, s.train_per_client, s.test_per_client
+        )
+    elif s.kind == "dirichlet":
+        parts = partition.dirichlet(train.targets, test.targets, s.clients, s.alpha, seed)
+    elif s.kind == "groups":
+        if train.groups is None:
+            raise UserError(f"split.kind = 'groups' needs a group column, which {data.name} has not")
+        parts = partition.by_group(train.groups, test.groups, seed=seed)
+    else:
+        clients = 1 if s.kind == "one" else s.clients
+        parts = partition.iid(len(train), len(test), clients, seed, s.train_per_client, s.test_per_client)
+    return partition.hold_out(parts, s.validation, seed, train.targets) if s.validation else parts
+
+
+def model_name(config: Config, cell: Cell) -> str:
+    return config.methods[cell.label].model or config.model.name
+
+
+def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
+    if data.classes is None and config.task.loss is None:
+        raise UserError(f"{data.name} has no class labels: say which loss is meant ([task] loss = ...)")
+    shape = tuple(data.train.inputs.shape[1:])
+    module = zoo.build(model_name(config, cell), shape, data.classes, cell.seed, config.model.args)
+    if config.model.start is not None:
+        load(Path(str(config.model.start).replace("{seed}", str(cell.seed)))).into(module)
+    return module
+
+
+def build_job(config: Config, cell: Cell) -> Job:
+    """The job of one cell. Cells of a seed share data, split and initial model, so that comparisons are paired."""
+    data = load_data(config.data.name, config.data.folder, config.data.limit)
+    parts = split_data(config, data, cell.seed)
+    module = build_model(config, data, cell)
+    job = assemble(config, cell, module, data, parts, build_plans(config, cell, module, data, len(parts)))
+    check_trainable(job)
+    return job
+
+
+def assemble(
+    config: Config,
+    cell: Cell,
+    module: nn.Module,
+    data: sources.Dataset,
+    parts: Sequence[partition.Part],
+    plans: Sequence[Plan],
+) -> Job:
+    """The settings of a cell on a model, data and clients."""
+    method = config.methods[cell.label]
+    job = Job(
+        module=module,
+        loss=losses[config.task.loss or "cross_entropy"],
+        data=data,
+        parts=parts,
+        plans=plans,
+        phases=[],
+        seed=cell.seed,
+        local_steps=method.steps_per_round(config.local_steps),
+        batch=config.batch,
+        sample=config.sample,
+        weighted=config.weighted,
+        evaluate_every=config.evaluate_every,
+        evaluate_sample=config.evaluate_sample,
+        checkpoint_every=config.checkpoint_every,
+        on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
+        upload_bound=config.upload_bound,
+        transform=Transform.of(data, augment=config.data.augment),
+        diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
+        metrics={name: metrics[name] for name in config.task.metrics},
+    )
+    return job.with_phases(build_phases(method, config.rounds, job, cell.label))
+
+
+def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
+    """How many centers each layer of each client gets: from the bits given, or from what fits the client's budget."""
+    bits = config.methods[cell.label].bits or config.bits
+    layout, layers, channels = Layout.of(module), config.model.layers, config.model.levels == "channel"
+    plans: list[Plan]
+    if bits == "auto":
+        planner = Planner(
+            module, layers=layers, channels=channels, about=describe(config, cell, data, "x" * 20, 0.999999, 10**9)
+        )
+        plans = [plan_bits(layout, planner.fit(parse_size(text)).bits, channels=channels) for text in config.budgets()]
+    else:
+        each = [bits] if isinstance(bits, int) else list(bits)
+        plans = [plan_bits(layout, int(b), layers, channels) for b in each]
+    return [plans[i % len(plans)] for i in range(clients)]
+
+
+def describe(
+    config: Config, cell: Cell, data: sources.Dataset, client: str, test: float | None, allowed: int | None = None
+) -> About:
+    """What a client's file says about its model. test: its score, if it has one; allowed: the bytes it may have."""
+    told: dict[str, Any] = {} if test is None or data.classes is None else {"test": round(test, 6)}
+    told |= {} if allowed is None else {"budget": allowed}
+    name = model_name(config, cell)
+    return About(
+        model=name if name in zoo.networks and not config.model.args else "",
+        input_shape=tuple(data.train.inputs.shape[1:]),
+        classes=data.classes or 0,
+        labels=data.labels,
+        mean=data.mean,
+        std=data.std,
+        client=client,
+        extra={"method": cell.label, "seed": cell.seed, "data": data.name, **told},
+    )
+
+
+def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> list[Phase]:
+    if method.phases is not None:
+        return list(method.phases)
+    length = Length(rounds, job.local_steps, job.steps_per_epoch)
+    if method.recipe is None:
+        assert method.method is not None
+        return [compose(method.method, method.quantizer, method.server, method, length)]
+    return find(method.recipe).phases(method, length)
+
+
+def is_dense(phase: Phase) -> bool:
+    """No client is quantized in this phase, whatever its bits."""
+    return quantizer_of(phase.method) == "none"
+
+
+def warmup_of(job: Job) -> Job:
+    """The first phase of a job, for which no client needs bits."""
+    return replace(job, phases=job.phases[:1], plans=[Plan() for _ in job.plans])
+
+
+def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
+    """What a cell's numbers depend on, as a short hash."""
+    described = json.loads(config.model_dump_json())
+    parts = shared_settings(config, cell)
+    parts["phases"] = [p.table() for p in phases]
+    parts["bits"] = described["methods"][cell.label]["bits"] or [described["bits"], described["budget"]]
+    if all(is_dense(p) for p in phases):
+        del parts["bits"]  # no client is quantized
+    return digest(parts)
+
+
+def shared_settings(config: Config, cell: Cell) -> dict[str, Any]:
+    """The settings of a cell besides its phases and bits."""
+    described = json.loads(config.model_dump_json())
+    found = {key: described[key] for key in SHARED if key in described}
+    found["seed"] = cell.seed
+    found["model"]["name"] = model_name(config, cell)
+    found["local_steps"] = config.methods[cell.label].steps_per_round(config.local_steps)
+    return found
