@@ -21,7 +21,7 @@ from qupel.engine import workers as local_workers
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
-from qupel.engine.rounds import Failed, Stopped, one_round, run
+from qupel.engine.rounds import Begin, Failed, Stopped, one_round, run
 from qupel.engine.workers import Pool, WorkerDied, Workers
 from qupel.parts.base import State, Upload
 from qupel.parts.methods.fedavg import FedAvg
@@ -205,7 +205,7 @@ def test_a_shared_warm_up_gives_the_same_bits():
         whole, models = run_inline(job)
         first, _ = run_inline(replace(job, phases=job.phases[:1], plans=[Plan()] * len(SIZES)))
         with Inline(job) as engine:
-            rest = run(job, engine, begin=(2, first.w, first.lines, None))
+            rest = run(job, engine, begin=Begin(2, first.w, lines=first.lines))
             others = final_models(job, engine, rest.w)
         assert same(rest.w, whole.w)
         assert same(models, others)

@@ -271,7 +271,7 @@ def test_clean_removes_what_is_ours_and_nobodys(made, gone, qupel):
     assert "nothing of ours is left there" in done.stdout
     generations = Generations(old, None)
     with pytest.raises(UserError, match="has removed its states of this job"):
-        generations.before(4)
+        generations.upto(3)
     assert generations.answered(Asked.of(1, 3, b"")) is None
     assert qupel("clean", made.server).returncode == 2
 

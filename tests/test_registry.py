@@ -299,7 +299,7 @@ WRONG = {
     "schedule key": ({"name": "qupel", "eta1": {"strat": 1}}, "p[0].eta1: unknown key 'strat'; did you mean 'start'"),
     "drop": ({"name": "qupel", "eta1": {"start": 1, "drops": [1.5]}}, "p[0].eta1.drops"),
     "part": ({"name": "qupel", "quantizer": "proxx"}, "p[0].quantizer: unknown quantizer 'proxx' (did you mean prox"),
-    "part without name": ({"name": "qupel", "quantizer": {}}, "p[0].quantizer: a name is missing; allowed: "),
+    "key of the usual part": ({"name": "qupel", "quantizer": {"lamm": 1}}, "p[0].quantizer: unknown key 'lamm'"),
     "part's key": (
         {"name": "qupel", "quantizer": {"name": "prox", "eta": 1}},
         "p[0].quantizer: unknown key 'eta'; did you mean 'eta2'",

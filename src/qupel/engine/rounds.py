@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -72,6 +72,17 @@ class Progress:
     notes: Sequence[str] = ()  # what else the user should know
 
 
+class Begin(NamedTuple):
+    """Where a run begins: rounds done, the server's model and memory, the metrics so far, a folder with the clients'
+    states."""
+
+    rounds: int
+    w: Rows
+    memory: ServerState = ()
+    lines: list[dict[str, Any]] = []  # noqa: RUF012 - never written to
+    states: Path | None = None
+
+
 @dataclass(frozen=True)
 class Finished:
     """The server's last model, its rows, and the lines of metrics."""
@@ -85,17 +96,16 @@ def run(
     engine: Engine,
     *,
     checkpoints: Checkpoints | None = None,
-    begin: tuple[int, Rows, list[dict[str, Any]], Path | None] | None = None,
+    begin: Begin | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
-    """Run a job to its end, from its newest checkpoint if there is one, else from `begin`: (rounds done, w, metrics,
-    folder with the clients' states) of a first phase, else from the start."""
+    """Run a job to its end, from its newest checkpoint if there is one, else from `begin`, else from the
+    start."""
     layout = Layout.of(job.module)
     initial = layout.flatten(job.module)
-    start, w, lines, states = begin or (0, (initial,), [], None)
+    start, w, memory, lines, states = begin or Begin(0, (initial,))
     since, known = Since(), None
-    memory: ServerState = ()  # the server's own
     if checkpoints:
         found = checkpoints.load(layout)
         if found:

@@ -25,6 +25,7 @@ from qupel.parts.methods import Method
 from qupel.parts.methods.base import tie as pull_of
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.tasks.task import Batch, Diverged, Evaluated, Loss, Problem, Task
 
@@ -151,17 +152,17 @@ def lambda_p(method: Method, clock: Clock) -> float:
     return pull_of(method, clock.time)
 
 
-Studied = Local | QuPeL  # with the quantizer `prox`: what the theorems speak of
+Studied = Local | QuPeL  # with the quantizer `prox`, or none: what the theorems speak of
 
 
 def studied(method: Method) -> TypeGuard[Studied]:
     """Whether a method is Algorithm 1 or 2."""
-    return isinstance(method, Studied) and isinstance(method.quantizer, Prox)
+    return isinstance(method, Studied) and isinstance(method.quantizer, Prox | NoQuantizer)
 
 
 def prox_of(method: Studied) -> Prox:
-    assert isinstance(method.quantizer, Prox)
-    return method.quantizer
+    """At full precision it has nothing to do."""
+    return method.quantizer if isinstance(method.quantizer, Prox) else Prox()
 
 
 # --- one client ---

@@ -22,9 +22,8 @@ from qupel.engine.choice import RECORD, settled
 from qupel.engine.group import Group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.engine.rounds import Engine, Progress, Stopped, run
+from qupel.engine.rounds import Begin, Engine, Progress, Stopped, run
 from qupel.engine.workers import Pool, Workers
-from qupel.parts.base import Rows
 from qupel.run import config as configs
 from qupel.run.config import Config
 from qupel.run.folder import (
@@ -37,7 +36,16 @@ from qupel.run.folder import (
     save_models,
     write_result,
 )
-from qupel.run.jobs import Cell, build_job, cells, fingerprint, is_dense, model_name, shared_settings, warmup_of
+from qupel.run.jobs import (
+    Cell,
+    build_job,
+    cells,
+    fingerprint,
+    first_rounds,
+    model_name,
+    shared_rounds,
+    shared_settings,
+)
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
 from qupel.util.machine import check_device, device_name, machine
@@ -49,11 +57,11 @@ Crew = Pool | Group  # processes that outlive a job
 
 @contextmanager
 def engine_for(
-    config: Config, cell: Cell, job: Job, crew: Crew | None, workers: int, folder: Path, warmup: bool = False
+    config: Config, cell: Cell, job: Job, crew: Crew | None, workers: int, folder: Path, only: int = 0
 ) -> Iterator[Engine]:
     """One client: this process with all threads. Several: the crew's single-threaded processes, or this one.
 
-    warmup: the job is only the first phase of the cell's. Whether clients are stacked is settled here, once for all
+    only: the job is only so many first rounds of the cell's. Whether clients are stacked is settled here, once for all
     processes.
     """
     job, _ = settled(job, config.vectorize, folder)
@@ -64,7 +72,7 @@ def engine_for(
         yield Workers(crew, job, config.store, folder)
     else:
         description = {"config": configs.write(config), "label": cell.label, "seed": cell.seed}
-        description |= {"warmup": warmup, "stacked": job.stacked}
+        description |= {"only": only, "stacked": job.stacked}
         with ranks.Ranks(crew, job, description, config.store, folder) as engine:
             yield engine
 
@@ -74,7 +82,8 @@ def serve(group: Group) -> None:
 
     def build(description: ranks.Description) -> Job:
         job = build_job(configs.read(description["config"]), Cell(description["label"], description["seed"]))
-        return replace(warmup_of(job) if description["warmup"] else job, stacked=description["stacked"])
+        only = description["only"]
+        return replace(first_rounds(job, only) if only else job, stacked=description["stacked"])
 
     ranks.serve(group, build)
 
@@ -206,8 +215,8 @@ def run_cell(
     checkpoints = Checkpoints(folder, fingerprint(config, cell, job.phases), config.keep_checkpoints)
     begin = None
     began = time.monotonic()
-    if len(job.phases) > 1 and is_dense(job.phases[0]) and checkpoints.newest() is None:
-        begin = shared_warmup(config, cell, job, out, crew, workers, watch, should_stop)
+    if (shared := shared_rounds(config, cell, job)) and checkpoints.newest() is None:
+        begin = shared_start(config, cell, job, shared, out, crew, workers, watch, should_stop)
     with engine_for(config, cell, job, crew, workers, folder) as engine:
         finished = run(
             job,
@@ -244,27 +253,31 @@ def run_cell(
     checkpoints.remove()
 
 
-def shared_warmup(
+def shared_start(
     config: Config,
     cell: Cell,
     job: Job,
+    rounds: int,
     out: Path,
     crew: Crew | None,
     workers: int,
     watch: Callable[[Cell, Progress], None],
     should_stop: Callable[[], bool],
-) -> tuple[int, Rows, list[dict[str, Any]], Path | None]:
-    """(rounds, w, metrics, clients' states) of the full-precision phase that this cell begins with, trained once for
-    all cells that do so; the result is the same bits."""
-    only = warmup_of(job)
+) -> Begin:
+    """The full-precision rounds that this cell begins with, trained once for all cells that do so; the result is the
+    same bits. Of its metrics those remain that the cell's own run would have."""
+    only = first_rounds(job, rounds)
     key = fingerprint(config, cell, only.phases)
     folder = out / "shared" / key
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints = Checkpoints(folder, key, config.keep_checkpoints)
-    with engine_for(config, cell, only, crew, workers, folder, warmup=True) as engine:
+    with engine_for(config, cell, only, crew, workers, folder, rounds) as engine:
 
         def tell(p: Progress) -> None:
             watch(cell, replace(p, rounds=job.rounds))
 
         finished = run(only, engine, checkpoints=checkpoints, watch=tell, should_stop=should_stop)
-    return only.rounds, finished.w, finished.lines, checkpoints.newest()
+    saved = checkpoints.load(Layout.of(job.module))
+    assert saved is not None
+    due = [line for line in finished.lines if line["round"] % job.evaluate_every == 0 or rounds == job.phases[0].rounds]
+    return Begin(rounds, saved.w, saved.memory, due, saved.folder)

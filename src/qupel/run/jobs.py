@@ -187,9 +187,24 @@ def is_dense(phase: Phase) -> bool:
     return quantizer_of(phase.method) == "none"
 
 
-def warmup_of(job: Job) -> Job:
-    """The first phase of a job, for which no client needs bits."""
-    return replace(job, phases=job.phases[:1], plans=[Plan() for _ in job.plans])
+def shared_rounds(config: Config, cell: Cell, job: Job) -> int:
+    """How many of its first rounds this cell may have in common with others of its seed: those of the shortest first
+    phase like its own in which no client is quantized; 0 where that is the whole run."""
+    mine, shared = job.phases[0], job.phases[0].rounds
+    if not is_dense(mine):
+        return 0
+    for label, method in config.methods.items():
+        alike = (model_name(config, Cell(label, cell.seed)), method.steps_per_round(config.local_steps))
+        if alike == (model_name(config, cell), job.local_steps):
+            first = next(p for p in build_phases(method, config.rounds, job, label) if p.rounds)
+            if (first.method, first.server) == (mine.method, mine.server):
+                shared = min(shared, first.rounds)
+    return shared if shared < job.rounds else 0
+
+
+def first_rounds(job: Job, rounds: int) -> Job:
+    """The first rounds of a job, within a phase for which no client needs bits."""
+    return replace(job, phases=[replace(job.phases[0], rounds=rounds)], plans=[Plan() for _ in job.plans])
 
 
 def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:

@@ -172,18 +172,9 @@ def _alone(s: Settings, b: Length, rounds: int) -> list[Phase]:
     return [Phase(plain, rounds)] if rounds else []
 
 
-def _fedavg(s: Settings, b: Length, rounds: int) -> list[Phase]:
-    """FedAvg for this many rounds, cut where QuPeL's warm-up ends, so that all cells of a run share that part."""
-    first = min(round(s.warmup * b.rounds), rounds)
-    eta1, optimizer = s.x_schedule(b), s.x_optimizer()
-    rest = FedAvg(eta1=eta1.later(b.epochs(first)), optimizer=optimizer)
-    phases = [Phase(FedAvg(eta1=eta1, optimizer=optimizer), first), Phase(rest, rounds - first)]
-    return [p for p in phases if p.rounds]
-
-
 def fedavg(s: Settings, b: Length) -> list[Phase]:
     """FedAvg all the way."""
-    return _fedavg(s, b, b.rounds)
+    return [Phase(FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer()), b.rounds)]
 
 
 def fedavg_finetune(s: Settings, b: Length) -> list[Phase]:
@@ -191,7 +182,7 @@ def fedavg_finetune(s: Settings, b: Length) -> list[Phase]:
     last = round(s.finetune * b.rounds)
     first = b.rounds - last
     tuning = Local(eta1=s.x_schedule(b).later(b.epochs(first)), optimizer=s.x_optimizer())
-    return [*_fedavg(s, b, first), Phase(tuning, last)]
+    return [Phase(FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer()), first), Phase(tuning, last)]
 
 
 def proxquant(s: Settings, b: Length) -> list[Phase]:

@@ -19,8 +19,10 @@ from qupel.tasks.task import Batch, Task
 @quantizers.register("afterwards")
 @dataclass(frozen=True)
 class Afterwards:
-    """Steps on f alone; what ships is Q_c(x) with c placed on the trained layer: `range` (nearest point of the min-max
-    grid) or `kmeans`."""
+    """Steps on f alone; what ships is Q_c(x) with c placed on the trained layer.
+
+    init: `range` (nearest point of the min-max grid), `kmeans`, ...
+    """
 
     init: Literal["range", "kmeans", "quantile", "paper"] = "kmeans"
 

@@ -14,8 +14,10 @@ from qupel.parts.servers.base import ServerState, servers
 @servers.register("median", paper="Yin, Chen, Ramchandran, Bartlett, ICML 2018")
 @dataclass(frozen=True)
 class Median:
-    """w_k = median over clients of w_{i,k}; of an even number the mean of the middle two. Shares do not count, but
-    a row of share 0 was not sent; all uploads of a round are in memory."""
+    """w_k = median over clients of w_{i,k}; of an even number the mean of the middle two.
+
+    Shares do not count, but a row of share 0 was not sent. All uploads of a round are in memory.
+    """
 
     def start(self, w: Rows) -> ServerState:
         return ()
