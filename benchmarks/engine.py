@@ -24,16 +24,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from qupel.core.codebook import plan_bits
+from qupel.core.codebook import Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.data import partition, sources
 from qupel.engine import group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.engine.rounds import one_round
+from qupel.engine.rounds import Shared, enter, one_round
 from qupel.engine.workers import Pool, Workers
-from qupel.parts.methods import FedAvg, Phase, QuPeL
-from qupel.run import config, experiment
+from qupel.parts.methods import methods
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.run import config, experiment, jobs
 from qupel.tasks import zoo as models
 
 CLIENTS, STEPS, BATCH = 4, 10, 50
@@ -44,7 +47,7 @@ def job_of(module: nn.Module, shape: tuple[int, ...], clients: int, method: FedA
     inputs = rng.standard_normal((clients * BATCH, *shape), dtype=np.float32)
     targets = rng.integers(0, 10, clients * BATCH)
     data = sources.from_arrays(inputs, targets, inputs[:clients], targets[:clients])
-    plan = {} if isinstance(method, FedAvg) else plan_bits(Layout.of(module), 2)
+    plan = Plan() if isinstance(method, FedAvg) else plan_bits(Layout.of(module), 2)
     return Job(
         module=module,
         loss=nn.functional.cross_entropy,
@@ -57,6 +60,11 @@ def job_of(module: nn.Module, shape: tuple[int, ...], clients: int, method: FedA
     )
 
 
+def beginning(job: Job) -> Shared:
+    """What the server has before the first round."""
+    return enter(job.phases[0], (Layout.of(job.module).flatten(job.module),))
+
+
 def round_ratio(
     method: FedAvg | QuPeL, passes: int, repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
@@ -66,12 +74,12 @@ def round_ratio(
     inputs = torch.randn(BATCH, 3, 32, 32).to(memory_format=torch.channels_last)
     targets = torch.randint(0, 10, (BATCH,))
     job = job_of(module, (3, 32, 32), CLIENTS, method, STEPS)
-    w = Layout.of(module).flatten(module)
+    shared = beginning(job)
     took: dict[str, list[float]] = {"round": [], "passes": []}
     with Inline(job) as engine:
         for k in range(repeats + 1):
             start = clock()
-            w, *_ = one_round(job, engine, k, w)
+            shared, *_ = one_round(job, engine, k, shared)
             middle = clock()
             for _ in range(CLIENTS * STEPS * passes):
                 module.zero_grad(set_to_none=True)
@@ -86,13 +94,13 @@ def round_ratio(
 def rounds_against_passes(repeats: int) -> None:
     for method, passes in ((FedAvg(), 1), (QuPeL(), 2)):
         ratio = round_ratio(method, passes, repeats)
-        print(f"{method.method:8} round / its {passes * CLIENTS * STEPS} bare passes, cnn5: {ratio:.3f}", flush=True)
+        print(f"{methods.name_of(method):8} round / its {passes * CLIENTS * STEPS} bare passes, cnn5: {ratio:.3f}", flush=True)
 
 
 def workers_against_threads(repeats: int) -> None:
     module = models.build("cnn5", (3, 32, 32), 10, seed=0)
     job = job_of(module, (3, 32, 32), CLIENTS, FedAvg(), STEPS)
-    w = Layout.of(module).flatten(module)
+    shared = beginning(job)
     took: dict[str, list[float]] = {"one worker": [], "two workers": [], "two threads": []}
     with Pool(1) as one, Pool(2) as two:
         engines = {"one worker": Workers(one, job), "two workers": Workers(two, job)}
@@ -101,9 +109,9 @@ def workers_against_threads(repeats: int) -> None:
                 start = time.perf_counter()
                 if name == "two threads":
                     with Inline(job, threads=2) as engine:
-                        one_round(job, engine, k, w)
+                        one_round(job, engine, k, shared)
                 else:
-                    one_round(job, engines[name], k, w)
+                    one_round(job, engines[name], k, shared)
                 if k:
                     took[name].append(time.perf_counter() - start)
     median = {name: statistics.median(values) for name, values in took.items()}
@@ -123,20 +131,20 @@ def ranks_against_workers(repeats: int) -> None:
             settings = {"data": {"name": f"{folder}/data.npz"}, "split": {"kind": "iid", "clients": CLIENTS}}
             settings |= {"model": {"name": model}, "rounds": 1000, "local_steps": STEPS, "batch": BATCH}
             settings |= {"methods": {"FedAvg": {"recipe": "fedavg"}}}
-            cfg, cell = config.validate(settings, "benchmark"), experiment.Cell("FedAvg", 0)
-            job = experiment.build_job(cfg, cell)
-            w = Layout.of(job.module).flatten(job.module)
+            cfg, cell = config.validate(settings, "benchmark"), jobs.Cell("FedAvg", 0)
+            job = jobs.build_job(cfg, cell)
+            shared = beginning(job)
             took: dict[str, list[float]] = {"workers": [], "ranks": []}
             with experiment.engine_for(cfg, cell, job, ranks, 2, Path(folder)) as engine:
                 engines = {"workers": Workers(pool, job), "ranks": engine}
                 for k in range(repeats + 1):
                     for name in took:
                         start = time.perf_counter()
-                        one_round(job, engines[name], k, w)
+                        one_round(job, engines[name], k, shared)
                         if k:
                             took[name].append(time.perf_counter() - start)
             a, b = (statistics.median(took[name]) for name in ("ranks", "workers"))
-            print(f"{model} ({len(w)} parameters): a round on two ranks {a / b:.2f} x one on two workers", flush=True)
+            print(f"{model} ({len(shared.w[0])} parameters): a round on two ranks {a / b:.2f} x one on two workers", flush=True)
 
 
 def memory_child(store: str, clients: int) -> None:
@@ -144,13 +152,13 @@ def memory_child(store: str, clients: int) -> None:
     torch.set_num_threads(1)
     module = models.mlp(64, (512, 256), 10)
     job = job_of(module, (64,), clients, QuPeL(), 1)
-    w = Layout.of(module).flatten(module)
+    shared = beginning(job)
     with Inline(job, store=store) as engine:
         for k in range(2):
-            w, *_ = one_round(job, engine, k, w)
+            shared, *_ = one_round(job, engine, k, shared)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     held = pages * 4096 - job.data.train.inputs.nbytes
-    print(json.dumps({"held": held, "state": 4 * len(w) + 4 * sum(job.plans[0].values())}))
+    print(json.dumps({"held": held, "state": 4 * len(shared.w[0]) + 4 * sum(job.plans[0].values())}))
 
 
 def memory() -> None:

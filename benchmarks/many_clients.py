@@ -20,14 +20,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from qupel.core.codebook import plan_bits
+from engine import beginning
+from qupel.core.codebook import Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import one_round
-from qupel.parts.methods import FedAvg, Phase, QuPeL
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
 from qupel.tasks import zoo as models
 
 COHORT, SAMPLES, STEPS, BATCH = 100, 100, 5, 20
@@ -42,7 +45,7 @@ def job_of(clients: int, method: str) -> Job:
         rng.integers(0, 10, clients * SAMPLES),
     )
     module = models.build("mlp", (1, 8, 8), 10, seed=0)
-    plan = plan_bits(Layout.of(module), 2) if method == "qupel" else {}
+    plan = plan_bits(Layout.of(module), 2) if method == "qupel" else Plan()
     rows = np.arange(clients * SAMPLES).reshape(clients, SAMPLES)
     return Job(
         module=module,
@@ -64,12 +67,12 @@ def round_ratio(method: str, clients: int, rounds: int) -> float:
     jobs = [job_of(clients, method), job_of(COHORT, method)]
     with tempfile.TemporaryDirectory() as scratch:
         engines = [Inline(job, store="disk", scratch=Path(scratch)) for job in jobs]
-        w = [engine.shard.initial for engine in engines]
+        shared = [beginning(job) for job in jobs]
         took: list[list[float]] = [[], []]
         for r in range(rounds + 1):
             for k, (job, engine) in enumerate(zip(jobs, engines, strict=True)):
                 start = time.process_time()
-                w[k], *_ = one_round(job, engine, r, w[k])
+                shared[k], *_ = one_round(job, engine, r, shared[k])
                 if r:
                     took[k].append(time.process_time() - start)
     return statistics.median(took[0]) / statistics.median(took[1])
@@ -80,9 +83,9 @@ def peak_child(clients: int, rounds: int) -> None:
     torch.set_num_threads(1)
     job = job_of(clients, "qupel")
     with tempfile.TemporaryDirectory() as scratch, Inline(job, store="disk", scratch=Path(scratch)) as engine:
-        w = engine.shard.initial
+        shared = beginning(job)
         for r in range(rounds):
-            w, *_ = one_round(job, engine, r, w)
+            shared, *_ = one_round(job, engine, r, shared)
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print(json.dumps(peak - job.data.train.inputs.nbytes - job.data.train.targets.nbytes))
 

@@ -19,9 +19,12 @@ from qupel.core.prox import prox_centers
 from qupel.core.quantize import init_centers
 from qupel.core.schedule import Clock
 from qupel.engine.stack import most_clients, together
-from qupel.parts.methods import Local, QuPeL, State
+from qupel.parts.base import State
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
 from qupel.tasks import zoo as models
-from qupel.tasks.task import Oracle, StackOracle
+from qupel.tasks.stack import StackTask
+from qupel.tasks.task import ModuleTask, Problem
 from qupel.util.machine import keep_memory
 
 LIMIT = {"resnet20": 1.06, "cnn5": 1.06, "digits_cnn": 2.5}
@@ -59,15 +62,16 @@ def step_ratio(name: str, bits: int, repeats: int, clock: Callable[[], float] = 
     inputs = torch.from_numpy(rng.standard_normal((size, *shape), dtype=np.float32))
     inputs = inputs.to(memory_format=torch.channels_last)
     targets = torch.from_numpy(rng.integers(0, 10, size))
-    layout, oracle = Layout.of(module), Oracle(module, nn.functional.cross_entropy)
-    x = layout.flatten(module)
+    layout, task = Layout.of(module), ModuleTask(module, nn.functional.cross_entropy)
+    x, problem = layout.flatten(module), Problem(task, task)
     states = {"Algorithm 1": Local(), "QuPeL": QuPeL()}
-    held = {k: m.start(State(x, x), plan_bits(layout, bits), layout) for k, m in states.items()}
+    held = {k: m.start(State(x, x), plan_bits(layout, bits), problem) for k, m in states.items()}
     count = dict.fromkeys(states, 0)
 
     def stepper(kind: str) -> Callable[[], None]:
         def once() -> None:
-            held[kind] = states[kind].step(held[kind], oracle, (inputs, targets), Clock(count[kind], 1000, 10))
+            clock = Clock(count[kind], 1000, 10)
+            held[kind], _ = states[kind].step(held[kind], problem, (inputs, targets), clock)
             count[kind] += 1
 
         return once
@@ -90,13 +94,14 @@ def stack_ratio(repeats: int, bits: int = 2) -> float:
     rng = np.random.default_rng(0)
     inputs = torch.from_numpy(rng.standard_normal((clients, size, 1, 8, 8), dtype=np.float32))
     targets = torch.from_numpy(rng.integers(0, 10, (clients, size)))
-    x, oracle = layout.flatten(module), StackOracle(module, nn.functional.cross_entropy)
-    one = method.start(State(x, x), plan_bits(layout, bits), layout)
+    x, task = layout.flatten(module), StackTask(module, nn.functional.cross_entropy)
+    problem = Problem(task, task)
+    one = method.start(State(x, x), plan_bits(layout, bits), problem)
     held, count = together([one] * clients), 0
 
     def step() -> None:
         nonlocal held, count
-        held = method.step(held, oracle, (inputs, targets), Clock(count, 1000, 10))
+        held, _ = method.step(held, problem, (inputs, targets), Clock(count, 1000, 10))
         count += 1
 
     def passes() -> None:

@@ -21,6 +21,7 @@ from qupel import cli
 from qupel.flower import clean, folder, trust
 from qupel.flower.generations import Asked, Generations
 from qupel.flower.processes import Process, began, end, start
+from qupel.flower.task import load_client
 from qupel.run import config as configs
 from qupel.util.errors import UserError
 
@@ -296,3 +297,31 @@ def test_workers_of_a_supernode_that_is_gone(made, gone):
         assert clean.of_client(here) == []
     finally:
         end([worker])
+
+
+# --- what a run cannot be ---
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--upload", "zip"), "--upload: unknown codec 'zip'; allowed: fp16, fp32, int8"),
+        (("--set", 'task.metrics=["top5"]'), "task.metrics: clients on Flower tell their losses and accuracies only"),
+        (("--set", "diagnostics=cheap"), "diagnostics: clients on Flower tell their losses and accuracies only"),
+        (("--set", "model.start=x.safetensors"), "model.start: a federation on Flower starts from the model's name"),
+    ],
+)
+def test_mistakes_of_run(made, qupel, tmp_path, options, words):
+    """Found before the server is asked for anything."""
+    (tmp_path / "small.toml").write_text(bench.config(2))
+    done = qupel("run", made.folder, tmp_path / "small.toml", "--name", "r", *options)
+    assert done.returncode == 2
+    assert words in " ".join(done.stderr.split())
+    assert not (made.folder / "runs" / "r").exists()
+
+
+def test_a_try_out_has_the_configs_layers_and_levels(tmp_path):
+    text = bench.config(1).replace('name = "mlp"', 'name = "mlp"\nlayers = ["3"]\nlevels = "channel"')
+    made = folder.init(tmp_path / "f", 1, "127.0.0.1", 8443, configs.parse(text, "test"), "/opt/q")
+    client = load_client(made.client(0) / "client.toml")
+    assert (client.layers, client.levels, client.allow) == (("3",), "channel", ())

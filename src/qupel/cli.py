@@ -264,13 +264,16 @@ def split(
 
 
 @app.command()
-def methods() -> None:
+def methods(markdown: Annotated[bool, typer.Option("--markdown", help="as docs/parts.md has it")] = False) -> None:
     """List recipes, methods, quantizers, servers and codecs."""
     from qupel.parts import codecs, methods, quantizers, servers
     from qupel.run.recipes import recipes
-    from qupel.util.registry import Registry
+    from qupel.util.registry import Registry, parts_page
 
     kinds: tuple[Registry[Any], ...] = (recipes, methods.methods, quantizers.quantizers, servers.servers, codecs.codecs)
+    if markdown:
+        print(parts_page(kinds))
+        return
     for k, kind in enumerate(kinds):
         out.print(("\n" if k else "") + f"[dim]{kind.kind}s[/dim]")
         _list({name: (entry.about, entry.paper) for name, entry in kind.all().items()})

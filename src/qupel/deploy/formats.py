@@ -78,11 +78,3 @@ def written(path: Path, to: Format) -> int:
         raise UserError(f"exporter {to!r} has not written {path}")
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return sum(file.stat().st_size for file in files)
-
-
-class _Suffixes:
-    def get(self, to: Format, other: str = "") -> str:
-        return suffix(to)
-
-
-SUFFIX = _Suffixes()

@@ -21,7 +21,7 @@ from qupel.data import partition, sources
 from qupel.data.batches import Transform, chunks, generator
 from qupel.deploy import file
 from qupel.deploy.about import About
-from qupel.deploy.formats import SUFFIX, Format, write
+from qupel.deploy.formats import Format, suffix, write
 from qupel.deploy.pack import bits_for
 from qupel.deploy.packed import Rest, known_as
 from qupel.engine.checkpoint import Checkpoints
@@ -102,7 +102,7 @@ class Fit:
         scores = self.metrics[-1].get("clients", {}).get("test") or [None] * len(self.models)
         paths = []
         for i, (model, codebook) in enumerate(zip(self.models, self.codebooks, strict=True)):
-            path = folder / f"client-{i:03d}{SUFFIX.get(to, '')}"
+            path = folder / f"client-{i:03d}{suffix(to)}"
             told = {} if scores[i] is None or not self.about.classes else {"test": round(scores[i], 6)}
             about = replace(self.about, client=plain(self.names[i]), extra={**self.about.extra, **told})
             write(path, model, codebook, about, to, rest)

@@ -71,6 +71,7 @@ class Registry(Generic[T]):
             if self.package is not None:
                 for module in pkgutil.iter_modules(import_module(self.package).__path__):
                     import_module(f"{self.package}.{module.name}")
+                self.entries = dict(sorted(self.entries.items()))  # whichever was loaded first
             for point in entry_points(group=f"qupel.{self.kind}"):
                 self.entries.setdefault(point.name, Entry(point.name, part := point.load(), "", first_sentence(part)))
         return self.entries
@@ -128,6 +129,20 @@ class Registry(Generic[T]):
 
 def _home(part: Any) -> tuple[str, str]:
     return part.__module__, part.__qualname__
+
+
+def parts_page(kinds: Iterable[Registry[Any]]) -> str:
+    """docs/parts.md: every registered part of these kinds, with its settings."""
+    lines = ["# Parts", "", "Made by `qupel methods --markdown` from what is registered; a test compares."]
+    for kind in kinds:
+        lines += ["", f"## {kind.kind.capitalize()}s", "", "| name | what | from | settings |", "|---|---|---|---|"]
+        for entry in kind.all().values():
+            part: Any = entry.part
+            known = is_dataclass(part) and isinstance(part, type)
+            settings = ", ".join(f.name for f in fields(part) if f.init) if known else ""
+            about = entry.about.replace("|", "\\|")
+            lines.append(f"| {entry.name} | {about} | {entry.paper} | {settings} |")
+    return "\n".join(lines)
 
 
 def first_sentence(part: Any) -> str:
