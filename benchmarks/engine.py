@@ -24,13 +24,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from many_clients import beginning
 from qupel.core.codebook import Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.data import partition, sources
 from qupel.engine import group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.engine.rounds import Shared, enter, one_round
+from qupel.engine.rounds import one_round
 from qupel.engine.workers import Pool, Workers
 from qupel.parts.methods import methods
 from qupel.parts.methods.fedavg import FedAvg
@@ -58,11 +59,6 @@ def job_of(module: nn.Module, shape: tuple[int, ...], clients: int, method: FedA
         local_steps=steps,
         batch=BATCH,
     )
-
-
-def beginning(job: Job) -> Shared:
-    """What the server has before the first round."""
-    return enter(job.phases[0], (Layout.of(job.module).flatten(job.module),))
 
 
 def round_ratio(
@@ -94,7 +90,10 @@ def round_ratio(
 def rounds_against_passes(repeats: int) -> None:
     for method, passes in ((FedAvg(), 1), (QuPeL(), 2)):
         ratio = round_ratio(method, passes, repeats)
-        print(f"{methods.name_of(method):8} round / its {passes * CLIENTS * STEPS} bare passes, cnn5: {ratio:.3f}", flush=True)
+        print(
+            f"{methods.name_of(method):8} round / its {passes * CLIENTS * STEPS} bare passes, cnn5: {ratio:.3f}",
+            flush=True,
+        )
 
 
 def workers_against_threads(repeats: int) -> None:
@@ -144,7 +143,10 @@ def ranks_against_workers(repeats: int) -> None:
                         if k:
                             took[name].append(time.perf_counter() - start)
             a, b = (statistics.median(took[name]) for name in ("ranks", "workers"))
-            print(f"{model} ({len(shared.w[0])} parameters): a round on two ranks {a / b:.2f} x one on two workers", flush=True)
+            print(
+                f"{model} ({len(shared.w[0])} parameters): a round on two ranks {a / b:.2f} x one on two workers",
+                flush=True,
+            )
 
 
 def memory_child(store: str, clients: int) -> None:

@@ -20,14 +20,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine import beginning
 from qupel.core.codebook import Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
-from qupel.engine.rounds import one_round
+from qupel.engine.rounds import Shared, enter, one_round
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
@@ -59,6 +58,11 @@ def job_of(clients: int, method: str) -> Job:
         sample=COHORT / clients,
         stacked=True,
     )
+
+
+def beginning(job: Job) -> Shared:
+    """What the server has before the first round."""
+    return enter(job.phases[0], (Layout.of(job.module).flatten(job.module),))
 
 
 def round_ratio(method: str, clients: int, rounds: int) -> float:

@@ -5,25 +5,27 @@ that makes things slow is seen, a noisy machine is not.
 """
 
 import sys
+import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import engine
 import many_clients
 import step_cost
-from qupel.engine.inline import Inline
-from qupel.engine.rounds import one_round
-from qupel.parts.methods import FedAvg
-from qupel.util.machine import keep_memory
-from qupel.parts.methods import FedAvg
+from qupel.engine import checkpoint
 from qupel.engine.guard import Guard
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import one_round
-from qupel.engine.shard import Trained
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.util import files
 from qupel.util.machine import keep_memory
 
 CLIENTS = 1_000
@@ -49,37 +51,56 @@ def stacks() -> Iterator[Line]:
         took = {}
         for stacked in (False, True):
             with Inline(replace(job, stacked=stacked)) as runner:
-                w = runner.shard.initial
-                w, *_ = one_round(job, runner, 0, w)  # makes states, warms up
+                shared = many_clients.beginning(job)
+                shared, *_ = one_round(job, runner, 0, shared)  # makes states, warms up
                 start = time.process_time()
-                one_round(job, runner, 1, w)
+                one_round(job, runner, 1, shared)
                 took[stacked] = time.process_time() - start
         ratio = took[True] / took[False]
         yield at_most(f"{method} round of {CLIENTS:,} clients, digits MLP, stacks / one by one", ratio, 0.5, 0.9)
 
 
 def checks() -> Iterator[Line]:
-    """What the guard looks at in a round of 1,000 clients in stacks, and the checksums of a checkpoint every tenth."""
+    """What the guard looks at in a round of 1,000 clients in stacks, and the checksums of a checkpoint every tenth: CPU
+    time spent in these functions while a round and a checkpoint are made."""
     job = replace(many_clients.job_of(CLIENTS, "qupel"), sample=1.0)
-    with Inline(replace(job, stacked=True)) as runner:
-        w, *_ = one_round(job, runner, 0, runner.shard.initial)  # makes states, warms up
-        start = time.process_time()
-        one_round(job, runner, 1, w)
-        took = time.process_time() - start
-        guard, done = Guard(job.upload_bound, CLIENTS, 3), Trained(0, w + 1e-3, 1.0)
-        start = time.process_time()
-        guard.begin(1, 0, w)
-        for client in range(CLIENTS):
-            guard.screen(replace(done, client=client))
-        guard.too_far(w, job.name)
-        looked = time.process_time() - start
-        start = time.process_time()
-        for _, _, tensors in runner.shard.store.rows():
-            for tensor in tensors:
-                zlib.crc32(tensor.numpy().data)
-        summed = (time.process_time() - start) / 10
-    ratio = (looked + summed) / took
+    guard = Guard(job.upload_bound, CLIENTS, checkpoint.KEEP)
+    looks = [(guard, name) for name in ("begin", "present", "screen", "too_far", "exploded")]
+    sums = [(zlib, "crc32"), (files, "_seal"), (checkpoint, "checksums")]
+    with Inline(job) as runner, tempfile.TemporaryDirectory() as folder:
+        shared, *_ = one_round(job, runner, 0, many_clients.beginning(job), guard)  # makes states, warms up
+        with watched(looks) as looked:
+            start = time.process_time()
+            shared, told, *_ = one_round(job, runner, 1, shared, guard)
+            guard.exploded(told)
+            took = time.process_time() - start
+        kept = checkpoint.Checkpoints(Path(folder), "")
+        with watched(sums) as summed:
+            kept.save(2, shared.w, shared.memory, checkpoint.Since(), runner.save, guard.save())
+    assert len(looked) == CLIENTS + 4
+    assert len(summed) > CLIENTS, "a row has a checksum"
+    ratio = (sum(looked) + sum(summed) / 10) / (took - sum(looked))
     yield at_most(f"guard and checksums / qupel round of {CLIENTS:,} clients, digits MLP", ratio, 0.01, 0.02)
+
+
+@contextmanager
+def watched(functions: list[tuple[Any, str]]) -> Iterator[list[float]]:
+    """CPU seconds of every call of these functions, (owner, name) each."""
+    took: list[float] = []
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            start = time.process_time()
+            found = function(*given, **named)
+            took.append(time.process_time() - start)
+            return found
+
+        return call
+
+    with ExitStack() as patches:
+        for owner, name in functions:
+            patches.enter_context(patch.object(owner, name, timed(getattr(owner, name))))
+        yield took
 
 
 def rounds() -> Iterator[Line]:

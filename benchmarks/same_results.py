@@ -1,10 +1,10 @@
-"""Do two trees give the same results? Runs every recipe on digits with each tree's own code and compares metrics and model
-files, number by number and bit by bit.
+"""Do two trees give the same results? Runs every recipe on digits with each tree's own code and compares metrics and
+model files, number by number and bit by bit.
 
     python benchmarks/same_results.py BEFORE AFTER [--out FILE.md] [--rename old=new ...]
 
-BEFORE and AFTER are checkouts. Clients have 1, 2, 3 and 32 bits; engines are the loop, two workers, two ranks, and stacks.
-A number that only one tree has is listed, not compared.
+BEFORE and AFTER are checkouts. Clients have 1, 2, 3 and 32 bits; engines are the loop, two workers, two ranks, and
+stacks. A number that only one tree has is listed, not compared.
 """
 
 import argparse

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qupel.run import config as configs
-from qupel.run import experiment
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Engine, Failed, run
 from qupel.engine.shard import Trained
+from qupel.parts.base import Rows
+from qupel.run import config as configs
+from qupel.run.jobs import Cell, build_job
 from qupel.util.files import write_atomic
 
 CONFIG = """
@@ -40,7 +41,7 @@ recipe = "fedavg"
 POISONER = 1
 ONCE = 12  # the round of what is sent once
 
-Poison = Callable[[int, Tensor, Tensor], Tensor]  # round, upload (d,), w (d,) -> what is sent
+Poison = Callable[[int, Tensor, Tensor], Tensor]  # round, a row of the upload (d,), of w (d,) -> what is sent
 
 
 def noise(round: int, u: Tensor, w: Tensor) -> Tensor:
@@ -68,17 +69,18 @@ class Poisoned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def train(self, round: int, w: Tensor, clients: Sequence[int]) -> Iterator[Trained]:
+    def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         for done in self.engine.train(round, w, clients):
             if done.client == POISONER and done.upload is not None:
-                done = replace(done, upload=self.poison(round, done.upload, w))
+                rows = tuple(self.poison(round, u, sent) for u, sent in zip(done.upload.rows, w, strict=True))
+                done = replace(done, upload=replace(done.upload, rows=rows))
             yield done
 
 
 def one(label: str, poison: Poison, bound: float, rounds: int) -> dict[str, Any]:
     """How a run ends: the honest clients' mean accuracy, refusals, rollbacks."""
     config = configs.parse(CONFIG, "poison", [f"upload_bound={bound}", f"rounds={rounds}"])
-    job = experiment.build_job(config, experiment.Cell(label, 0))
+    job = build_job(config, Cell(label, 0))
     notes: list[str] = []
     refused = 0
 
@@ -93,7 +95,8 @@ def one(label: str, poison: Poison, bound: float, rounds: int) -> dict[str, Any]
         except Failed as e:
             return {"ended": f"failed: {e}", "refused": refused, "rollbacks": notes}
     honest = [v for i, v in enumerate(finished.lines[-1]["clients"]["test"]) if i != POISONER]
-    numbers = [finished.lines[-1]["loss"], float(finished.w.abs().max()), *honest]
+    loss = finished.lines[-1].get("train_loss", math.nan)
+    numbers = [loss, *(float(row.abs().max()) for row in finished.w), *honest]
     ended = "finished" if all(map(math.isfinite, numbers)) else "finished, not finite"
     return {"ended": ended, "honest": sum(honest) / len(honest), "refused": refused, "rollbacks": notes}
 

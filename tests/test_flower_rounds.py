@@ -386,8 +386,8 @@ def test_a_claim_of_samples_costs_nothing(tmp_path):
         return [Reply(client, {**reply.header, "samples": 10**9}, reply.body) if client == 1 else reply]
 
     fleet = open_fleet(run_folder, Direct(bench.clients(tmp_path), claim))
-    assert [len(p.train_rows) for p in fleet.parts] == [20, 10**9, 20]
-    assert all(p.train_rows.strides == (0,) for p in fleet.parts)
+    assert [len(p.train_rows) for p in fleet.job.parts] == [20, 10**9, 20]
+    assert all(p.train_rows.strides == (0,) for p in fleet.job.parts)
     trained = list(fleet.train(0, beginning(fleet.job).w, range(3)))
     assert all(t.fault is None for t in trained)
     assert [fleet.job.share(i) for i in range(3)] == [1.0] * 3

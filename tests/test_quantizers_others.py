@@ -293,7 +293,7 @@ def test_the_losses_of_every_quantizer_by_name():
     tuned = local(Frozen())
     s = tuned.start(state(c=c), Plan(), QUADRATIC)
     _, info = tuned.step(s, QUADRATIC, BATCH, CLOCK)
-    assert (info.loss, info.quantized_loss) == (None, at_q)  # x = Q(x) but where a method has put w in its place
+    assert (info.loss, info.quantized_loss) == (at_q, at_q)  # x = Q(x) but where a method has put w in its place
 
 
 # --- an empty plan ---

@@ -195,6 +195,12 @@ class Checkpoints:
         self._wrote(text)
         return [json.loads(line) for line in text.splitlines()]
 
+    def forget(self, rounds: int) -> None:
+        """Remove the checkpoints after `rounds` rounds: what they hold is not to be gone back to."""
+        for path in self._all():
+            if path.name > f"round-{rounds:06d}":
+                _remove(path)
+
     def remove(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -201,7 +201,10 @@ def guarded_round(
         return *done, None
     returned, layout = guard.known.returned, Layout.of(job.module)
     every = job.checkpoint_every or job.evaluate_every  # not those of a stop: a run that is resumed goes the same way
-    good = checkpoints.load(layout, returned, every) if checkpoints else None
+    before = round if returned is None else min(returned, round)  # one made just now holds the ruined w
+    good = checkpoints.load(layout, before, every) if checkpoints else None
+    if checkpoints:
+        checkpoints.forget(good.rounds if good else 0)
     engine.load(good.folder if good else None)
     phase, _ = job.locate(round)
     if good and job.locate(good.rounds - 1)[0] == phase:
@@ -237,10 +240,11 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
         if d.upload is None:
             continue
         size = max(size, 4 * len(start) if d.wire is None else d.wire)
+        share = job.share(d.client) if d.share is None else d.share
         if job.diagnostics is not None:
-            moved.append((job.share(d.client), job.diagnostics.apart(vector(d.upload.rows), start)))
-        so_far = phase.server.add(so_far, d.upload.part(slice(models)), job.share(d.client))
-        beside = add(beside, d.upload.part(slice(models, None)), job.share(d.client)) if others else None
+            moved.append((share, job.diagnostics.apart(vector(d.upload.rows), start)))
+        so_far = phase.server.add(so_far, d.upload.part(slice(models)), share)
+        beside = add(beside, d.upload.part(slice(models, None)), share) if others else None
     new = model
     if so_far is not None:
         rows, memory = phase.server.finish(kept, so_far, model.memory)

@@ -37,6 +37,7 @@ class Trained:
     info: Mapping[str, float] = field(default_factory=dict)  # `Info` by name: "loss", "loss_quantized", ...
     fault: str | None = None
     wire: int | None = None  # bytes of the upload where it was encoded; None: 4 a number
+    share: float | None = None  # what it counts for in the server's mean; None: what the job says
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,11 +77,11 @@ class Terms:
 
 
 class Fleet:
-    """The engine of `engine.rounds.run`: its clients are behind a `Post`. `parts` is the job's own list of them."""
+    """The engine of `engine.rounds.run`: its clients are behind a `Post`."""
 
-    def __init__(self, job: Job, task: Task, parts: list[Part], post: Post, terms: Terms, attempt: int) -> None:
-        self.job, self.task, self.parts, self.post, self.terms, self.attempt = job, task, parts, post, terms, attempt
-        self.samples = [len(part.train_rows) for part in parts]  # as the clients tell
+    def __init__(self, job: Job, task: Task, post: Post, terms: Terms, attempt: int) -> None:
+        self.job, self.task, self.post, self.terms, self.attempt = job, task, post, terms, attempt
+        self.samples = [len(part.train_rows) for part in job.parts]  # as the clients tell
         self.round = -1  # the last one that was asked for
         self.undone: list[list[int]] = []  # rounds [first, last] that were taken back
         self.unheard: list[str] = []  # whose scores could not be read since they were last asked for, and why
@@ -96,8 +96,7 @@ class Fleet:
             for reply in self._ask("train", round, w, asked):
                 done[reply.client] = self._read(reply, round, w)
             if sum(d.fault is None for d in done.values()) >= needed:
-                self._weigh()
-                return iter(done.values())
+                return self._weighed(done.values())
         faults = "; ".join(f"{self.job.name(d.client)}: {d.fault}" for d in done.values() if d.fault)
         raise Failed(f"round {round + 1}: fewer than {needed} clients answered soundly ({faults})")
 
@@ -135,13 +134,13 @@ class Fleet:
         info = {name: value for name, value in told.items() if value is not None}
         return Trained(reply.client, upload, info, wire=len(reply.body))
 
-    def _weigh(self) -> None:
+    def _weighed(self, done: Iterable[Trained]) -> Iterator[Trained]:
         """Clients count by the samples they tell, but none for more than `most_weight` medians: a lie of 2^31 samples
         must not make a weighted mean one client's own. Of two medians the lower one, which no single client moves."""
         if not self.job.weighted:
-            return
+            return iter(done)
         most = max(1, int(self.terms.most_weight * sorted(self.samples)[(len(self.samples) - 1) // 2]))
-        self.parts[:] = [stand_in(min(count, most)) for count in self.samples]
+        return (replace(d, share=float(min(self.samples[d.client], most))) for d in done)
 
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         judged, self.unheard = [], []
@@ -315,7 +314,7 @@ def open_fleet(folder: Path, post: Post) -> Fleet:
     job = assemble(config, cell, build_model(config, data, cell), data, parts, [Plan() for _ in parts])
     job = replace(job, epoch_steps=job.client_epoch_steps, checkpoint_every=1)
     task = Task.of(job, config, cell, name=request.job, upload=request.terms.upload)
-    return Fleet(job, task, parts, post, request.terms, attempt)
+    return Fleet(job, task, post, request.terms, attempt)
 
 
 def conduct(
