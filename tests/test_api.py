@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from qupel.run import experiment
 from qupel.tasks import zoo as models
 from qupel.tasks.metrics import macro_f1
 from qupel.util.errors import UserError
+from qupel.util.files import read_json
 from tiny import CLASSES, INPUTS, make_job, mlp, norm_net, recipe
 
 with warnings.catch_warnings():  # typer imports names that its dependency click has deprecated
@@ -448,6 +451,23 @@ def test_fit_and_a_run_from_python_leave_the_summary_of_the_command_line(tmp_pat
     assert "| Two |" in (tmp_path / "run/summary.md").read_text()
     results = [json.loads(p.read_text()) for p in sorted((tmp_path / "run").glob("cells/*/result.json"))]
     assert [r["quantized"] for r in results] == [[], ["3.weight"]]
+
+
+def test_what_a_fit_leaves_is_a_run_directory_for_every_command(tmp_path):
+    found = fit(mlp(), out=tmp_path / "fit", bits=[2, 3, 32])
+    cell = tmp_path / "fit/cells/qupel-s0"
+    assert {p.name for p in cell.iterdir()} >= {"metrics.jsonl", "result.json", "engine.json", "models", "checkpoints"}
+    result = read_json(cell / "result.json")
+    assert result["lines"][-1]["clients"]["test"] == found.test
+    assert result["files"] == [p.stat().st_size for p in sorted((cell / "models").iterdir())]
+    subprocess.run([sys.executable, "-m", "qupel", "report", tmp_path / "fit"], check=True, capture_output=True)
+    assert "qupel" in (tmp_path / "fit/report/index.html").read_text()
+    call("export", tmp_path / "fit", "--client", 1, "--out", tmp_path / "exported")
+    exported, kept = tmp_path / "exported/client-001.safetensors", cell / "models/client-001.safetensors"
+    assert exported.read_bytes() == kept.read_bytes()
+    filled = qupel.load(exported, mlp(seed=3))
+    x = torch.from_numpy(people()[1][2])
+    assert torch.equal(filled(x), found.models[1](x))
 
 
 def test_without_labels_or_test_data_there_is_no_summary(tmp_path):

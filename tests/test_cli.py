@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from qupel.data.sources import AVAILABLE as DATASETS
+from qupel.data.sources import NPZ
+from qupel.data.sources import datasets as DATASETS
 from qupel.parts.codecs import codecs
 from qupel.parts.methods import methods
 from qupel.parts.quantizers import quantizers
@@ -80,7 +81,7 @@ def test_parts_are_listed_by_kind(qupel):
             assert " ".join(f"{name} {entry.about} {entry.paper}".split()) in said
 
 
-@pytest.mark.parametrize(("command", "names"), [("datasets", DATASETS), ("models", networks)])
+@pytest.mark.parametrize(("command", "names"), [("datasets", (*DATASETS, NPZ)), ("models", networks)])
 def test_lists_have_one_line_each(qupel, command, names):
     code, out, err = qupel(command)
     assert (code, err) == (0, "")

@@ -348,3 +348,26 @@ def test_numbers_as_targets_need_a_loss(importable, tmp_path, capsys):
     without = configs.parse(text.replace('loss = "huber"\n', ""), "c")
     with pytest.raises(UserError, match=r"has no class labels: say which loss is meant"):
         experiment.build_job(without, experiment.cells(without)[0])
+
+
+def test_a_data_set_of_ones_own_by_its_import_path(importable):
+    """A function beside the config: four arrays, or a Dataset; what returns something else is one line."""
+    (importable / "my_data.py").write_text(
+        "import numpy as np\n"
+        "def load():\n"
+        "    rng = np.random.default_rng(0)\n"
+        "    x = rng.normal(size=(80, 6)).astype(np.float32)\n"
+        "    y = x[:, :3].argmax(1)\n"
+        "    return x[:60], y[:60], x[60:], y[60:]\n"
+        "def nothing():\n"
+        "    return 3\n"
+    )
+    text = 'rounds = 2\nlocal_steps = 1\n[data]\nname = "my_data:load"\n[split]\nkind = "iid"\nclients = 2\n'
+    text += '[model]\nname = "mlp"\n[methods.Alone]\nrecipe = "fedavg"\n'
+    (importable / "data.toml").write_text(text)
+    config = configs.load(importable / "data.toml")
+    (result,) = experiment.run_experiment(config, importable / "data-run")
+    assert np.isfinite(result["lines"][-1]["test_loss"])
+    wrong = configs.load(importable / "data.toml", ["data.name=my_data:nothing"])
+    with pytest.raises(UserError, match=r"'my_data:nothing': it must take no arguments and return a Dataset or four"):
+        experiment.run_experiment(wrong, importable / "wrong-run")

@@ -300,9 +300,10 @@ def report(
 @app.command()
 def datasets() -> None:
     """List the data sets, one line each."""
-    from qupel.data.sources import AVAILABLE
+    from qupel.data.sources import NPZ, datasets
 
-    _list({name: (about,) for name, about in AVAILABLE.items()})
+    known = {name: (entry.about,) for name, entry in datasets.all().items()}
+    _list({**known, NPZ: ("your own train_inputs, train_targets, test_inputs, test_targets",)})
 
 
 @app.command()

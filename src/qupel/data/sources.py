@@ -3,7 +3,9 @@
 import hashlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from qupel.data import checks, images, npz
 from qupel.util.errors import UserError
+from qupel.util.registry import Registry
 
 log = logging.getLogger(__name__)
 
@@ -116,15 +119,14 @@ _IMAGES = {
         ("T-shirt/top", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
     ),
 }
-AVAILABLE: dict[str, str] = {
-    "digits": "1,797 grey handwritten digits of 8x8, 10 classes; needs no files",
-    **{name: known.line for name, known in _IMAGES.items()},
-    "PATH.npz": "your own train_inputs, train_targets, test_inputs, test_targets",
-}
+Folder = str | os.PathLike[str] | None
+datasets: Registry[Callable[..., Dataset]] = Registry("data set")
+NPZ = "PATH.npz"  # stands in lists for the user's own file
 
 
-def load(name: str, folder: str | os.PathLike[str] | None = None, limit: int | None = None) -> Dataset:
-    """The data set `name`: one of AVAILABLE, or the path of an `.npz` file.
+def load(name: str, folder: Folder = None, limit: int | None = None) -> Dataset:
+    """The data set `name`: a registered one, the path of an `.npz` file, or "module:function" of your own, which
+    returns a Dataset or (train inputs, train targets, test inputs, test targets).
 
     folder  where Parquet files are looked for: FOLDER/NAME/*.parquet or FOLDER/*.parquet; by default QUPEL_DATA
     limit   take only the first `limit` samples of each split
@@ -133,17 +135,22 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, limit: int | N
         raise UserError(f"limit {limit}: at least 1")
     if name.endswith(".npz"):
         return _first(from_npz(name), limit)
-    key = _key(name)
-    if key == "digits":
-        return _first(_digits(), limit)
-    if key not in _IMAGES:
-        raise UserError(f"unknown data set {name!r}; known are {', '.join(AVAILABLE)}")
-    return _image_set(key, folder, limit)
+    if is_known(name):
+        return datasets[_key(name)](folder, limit)
+    if ":" not in name:
+        raise UserError(f'unknown data set {name!r}; known are {", ".join((*datasets, NPZ))}, or "module:function"')
+    try:
+        found: Any = datasets[name]()
+        made = found if isinstance(found, Dataset) else from_arrays(*found)
+    except TypeError as e:
+        wanted = "it must take no arguments and return a Dataset or four arrays"
+        raise UserError(f"data set {name!r}: {wanted}: {e}") from None
+    return _first(replace(made, name=name), limit)
 
 
 def is_known(name: str) -> bool:
     """Whether this is the name of a data set, and not the path of a file."""
-    return _key(name) in {"digits", *_IMAGES}
+    return _key(name) in datasets
 
 
 def _key(name: str) -> str:
@@ -159,7 +166,8 @@ def _first(dataset: Dataset, limit: int | None) -> Dataset:
     return replace(dataset, train=train, test=test)
 
 
-def _digits() -> Dataset:
+@datasets.register("digits", about="1,797 grey handwritten digits of 8x8, 10 classes; needs no files")
+def _digits(folder: Folder = None, limit: int | None = None) -> Dataset:
     """scikit-learn's digits as float32 (n, 1, 8, 8) in [0, 1]; every fourth sample of each class is for testing."""
     from sklearn.datasets import load_digits
 
@@ -170,7 +178,7 @@ def _digits() -> Dataset:
     for label in range(10):
         testing[np.flatnonzero(targets == label)[3::4]] = True
     train, test = (Arrays(torch.from_numpy(inputs[m]), torch.from_numpy(targets[m])) for m in (~testing, testing))
-    return Dataset("digits", train, test, classes=10, labels=_DIGITS, mirror=False)
+    return _first(Dataset("digits", train, test, classes=10, labels=_DIGITS, mirror=False), limit)
 
 
 def _image_set(name: str, folder: str | os.PathLike[str] | None, limit: int | None) -> Dataset:
@@ -189,6 +197,10 @@ def _image_set(name: str, folder: str | os.PathLike[str] | None, limit: int | No
     if any("JPEG" in split.encodings for split in splits.values()):
         note = f"JPEG copy of {name}: re-encoded with loss, not the original pixels"
     return Dataset(name, train, test, len(known.labels), known.labels, mean, std, known.mirror, note)
+
+
+for _name, _known in _IMAGES.items():
+    datasets.register(_name, about=_known.line)(partial(_image_set, _name))
 
 
 def _find(name: str, folder: str | os.PathLike[str] | None) -> dict[str, list[Path]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,7 +39,9 @@ from qupel.parts.methods import methods
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.servers import Server
-from qupel.run.jobs import is_dense
+from qupel.run.config import Config, MethodConfig, SplitConfig
+from qupel.run.folder import own_folder, result_file, result_of, write_result
+from qupel.run.jobs import Cell, is_dense
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge
 from qupel.tasks.losses import losses
@@ -46,7 +49,7 @@ from qupel.tasks.metrics import Metric
 from qupel.tasks.metrics import metrics as known_metrics
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
-from qupel.util.files import locked
+from qupel.util.files import read_json, write_sealed
 from qupel.util.terminal import plain
 
 Array = np.ndarray | Tensor
@@ -206,18 +209,21 @@ def fit(
     checkpoints = None
     label = method if isinstance(method, str) else "own phases"
     with ExitStack() as stack:
+        cell, folder = Cell(label, seed), None
         if out is not None:
-            Path(out).mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(Path(out)))
-            check_identity(Path(out), data.name, sources.identity(data), other_versions=True)
-            checkpoints = Checkpoints(Path(out), of_job(job))
-        job, choice = settled(job, vectorize, Path(out) if out is not None else None)
+            stack.enter_context(own_folder(Path(out)))
+            _open(Path(out), job, label)
+            folder = result_file(Path(out), cell).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            checkpoints = Checkpoints(folder, of_job(job))
+        job, choice = settled(job, vectorize, folder)
         crew = stack.enter_context(Pool(workers)) if workers > 1 else None
         engine: Engine = Workers(crew, job) if crew else stack.enter_context(Inline(job))
         finished = run(job, engine, checkpoints=checkpoints, watch=watch)
-        if out is not None and job.data.classes is not None:
-            _summarize(job, label, finished, Path(out))
-        return _collect(job, engine, finished, choice, label)
+        found = _collect(job, engine, finished, choice, label)
+        if out is not None and checkpoints is not None:
+            _leave(Path(out), job, cell, checkpoints, finished, found)
+        return found
 
 
 def _client(arrays: Sequence[Array], i: int) -> Client:
@@ -294,12 +300,34 @@ def _columns(people: Sequence[Client], split: str) -> list[list[Array]]:
     return [[getattr(p, f"{split}_{kind}") for p in people] for kind in ("inputs", "targets")]
 
 
-def _summarize(job: Job, label: str, finished: Finished, folder: Path) -> None:
+def _open(out: Path, job: Job, label: str) -> None:
+    """The run directory of a fit: what `qupel run` writes first. A fit of other settings is refused."""
+    split = SplitConfig(kind="one" if len(job.parts) == 1 else "groups", clients=len(job.parts))
+    names = ("local_steps", "batch", "sample", "weighted", "evaluate_every", "evaluate_sample", "upload_bound")
+    same: dict[str, Any] = {name: getattr(job, name) for name in names}
+    own = {label: MethodConfig(phases=tuple(job.phases))}
+    config = Config(seeds=(job.seed,), split=split, rounds=job.rounds, methods=own, **same)
+    described = json.loads(config.model_dump_json()) | {"fingerprint": of_job(job)}
+    described["data"]["name"], described["model"]["name"] = job.data.name, ""
+    known = out / "config.json"
+    if not known.exists():
+        write_sealed(known, described)
+    check_identity(out, job.data.name, sources.identity(job.data), other_versions=True)
+    if read_json(known).get("fingerprint") != described["fingerprint"]:
+        raise UserError(f"{out} was made by a run with other settings; give another out, or the same settings")
+
+
+def _leave(out: Path, job: Job, cell: Cell, checkpoints: Checkpoints, finished: Finished, found: Fit) -> None:
+    """What `qupel run` leaves: the cell's models and result, and the summary."""
+    from qupel.report.runs import read_result
     from qupel.report.summary import write_summary  # with scipy, which takes its time to load
 
-    seconds, note = finished.lines[-1]["seconds"], job.data.note
-    cell = {"label": label, "seed": job.seed, "seconds": seconds, "data_note": note, "lines": finished.lines}
-    write_summary([cell], folder, one=len(job.parts) == 1)
+    done = result_file(out, cell)
+    files = [path.stat().st_size for path in found.save(done.parent / "models")]
+    device = next(job.module.parameters()).device
+    write_result(done, result_of(job, cell, checkpoints, finished, device, files))
+    if job.data.classes is not None:
+        write_summary([read_result(done)], out, one=len(job.parts) == 1)
 
 
 def _collect(job: Job, engine: Engine, finished: Finished, choice: Choice, label: str) -> Fit:

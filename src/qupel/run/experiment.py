@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from qupel.core.layout import Layout
-from qupel.engine import ranks, scores
+from qupel.engine import ranks
 from qupel.engine.checkpoint import Checkpoints
-from qupel.engine.choice import RECORD, settled
+from qupel.engine.choice import settled
 from qupel.engine.group import Group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
@@ -33,6 +33,7 @@ from qupel.run.folder import (
     open_folder,
     own_folder,
     result_file,
+    result_of,
     save_models,
     write_result,
 )
@@ -47,8 +48,7 @@ from qupel.run.jobs import (
     shared_settings,
 )
 from qupel.util.errors import UserError
-from qupel.util.files import read_json
-from qupel.util.machine import check_device, device_name, machine
+from qupel.util.machine import check_device
 
 CPU = torch.device("cpu")
 _building = threading.Lock()  # a model's first weights are drawn from torch's one generator
@@ -231,24 +231,11 @@ def run_cell(
             if config.save_models
             else None
         )
-    result = {
-        "label": cell.label,
-        "seed": cell.seed,
-        "fingerprint": checkpoints.fingerprint,
-        "config": shared_settings(config, cell),
-        "method": json.loads(config.methods[cell.label].model_dump_json()),
-        "phases": [p.table() for p in job.phases],
-        "seconds": finished.lines[-1]["seconds"] if begin is None else time.monotonic() - began,
-        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": {**machine(), "device": device_name(device)},
-        "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
-        "engine": read_json(folder / RECORD),
-        "data_identity": identity(config),
-        "data_note": job.data.note,
-        "classes": job.data.classes,
-        **({} if files is None else {"files": files}),  # bytes of each client's
-        "lines": [scores.short(line) for line in finished.lines],
-    }
+    result = result_of(job, cell, checkpoints, finished, device, files)
+    result |= {"config": shared_settings(config, cell), "data_identity": identity(config)}
+    result["method"] = json.loads(config.methods[cell.label].model_dump_json())
+    if begin is not None:
+        result["seconds"] = time.monotonic() - began
     write_result(done, result)
     checkpoints.remove()
 

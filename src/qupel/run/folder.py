@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qupel.data import sources
 from qupel.deploy.budget import parse_size
 from qupel.deploy.file import save
 from qupel.engine import scores
+from qupel.engine.checkpoint import Checkpoints
+from qupel.engine.choice import RECORD
 from qupel.engine.identity import check_identity
 from qupel.engine.job import Job
-from qupel.engine.rounds import Engine, Failed
+from qupel.engine.rounds import Engine, Failed, Finished
 from qupel.parts.base import Rows
 from qupel.run.config import Config
 from qupel.run.jobs import Cell, build_job, describe, fingerprint, load_data
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
 from qupel.util.files import LOCK, Damaged, check_files, checksums, locked, read_json, write_sealed
+from qupel.util.machine import device_name, machine
 
 
 @contextmanager
@@ -105,6 +111,27 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
     left = [p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file() and p != path]
     files = checksums(folder, [str(p) for p in left if p.parts[0] != "checkpoints"])
     write_sealed(path, {**json.loads(json.dumps(result, default=str)), "checksums": files})
+
+
+def result_of(
+    job: Job, cell: Cell, checkpoints: Checkpoints, finished: Finished, device: torch.device, files: list[int] | None
+) -> dict[str, Any]:
+    """What every run says of a cell, however it was started. files: bytes of each client's."""
+    return {
+        "label": cell.label,
+        "seed": cell.seed,
+        "fingerprint": checkpoints.fingerprint,
+        "phases": [p.table() for p in job.phases],
+        "seconds": finished.lines[-1]["seconds"],
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": {**machine(), "device": device_name(device)},
+        "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
+        "engine": read_json(checkpoints.log.parent / RECORD),
+        "data_note": job.data.note,
+        "classes": job.data.classes,
+        **({} if files is None else {"files": files}),
+        "lines": [scores.short(line) for line in finished.lines],
+    }
 
 
 def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None:
