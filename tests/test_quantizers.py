@@ -22,15 +22,19 @@ from toy import (
     LAYOUT,
     QUADRATIC,
     QUANTIZED,
+    STILL,
+    WIDE,
     A,
     B,
     C,
+    S,
     W,
     X,
     close,
     every,
     exact_center,
     gradient,
+    local,
     name,
     nearest,
     problem,
@@ -40,14 +44,6 @@ from toy import (
     stepped,
     wavy,
 )
-
-STILL = {"lam": Schedule(0.0), "lam_c": Schedule(0.0)}  # no prox
-S = torch.tensor([0.5, 2.0]).double()  # scales of the two channels
-WIDE = S.repeat_interleave(3)  # of each weight (6,)
-
-
-def local(quantizer, **settings):
-    return Local(**{"eta1": Schedule(0.1)} | settings, quantizer=quantizer)
 
 
 def by_channel(c=C, x=X) -> State:

@@ -12,7 +12,6 @@ from qupel.core.optim import SGD, Adam
 from qupel.core.quantize import init_centers
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import State
-from qupel.parts.methods.local import Local
 from qupel.parts.quantizers import quantizers
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
@@ -30,13 +29,17 @@ from toy import (
     LAYOUT,
     QUADRATIC,
     QUANTIZED,
+    STILL,
+    WIDE,
     A,
     B,
     C,
+    S,
     W,
     X,
     close,
     every,
+    local,
     name,
     nearest,
     problem,
@@ -46,15 +49,6 @@ from toy import (
     stepped,
     wavy,
 )
-
-STILL = {"lam": Schedule(0.0), "lam_c": Schedule(0.0)}  # no prox
-S = torch.tensor([0.5, 2.0]).double()  # scales of the two channels
-WIDE = S.repeat_interleave(3)  # of each weight (6,)
-
-
-def local(quantizer, **settings):
-    return Local(**{"eta1": Schedule(0.1)} | settings, quantizer=quantizer)
-
 
 # --- ProxQuant, BinaryRelax, afterwards, none ---
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from qupel.core.codebook import Codebook, Plan, start_codebook
 from qupel.core.layout import Layout, Slot
-from qupel.core.schedule import Clock
+from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import State
+from qupel.parts.methods.local import Local
 from qupel.tasks.task import Evaluated, Problem
 from qupel.util.registry import REGISTRIES, Registry
 
@@ -31,6 +32,13 @@ CLOCK = Clock(7, 40, 4)  # epoch 2
 QUANTIZED = range(1, 7)
 BATCH = (torch.zeros(1), torch.zeros(1))  # the toys look at no data
 PLAN, CHANNELS = Plan({"q": 4}), Plan({"q": 4}, channels=True)
+STILL = {"lam": Schedule(0.0), "lam_c": Schedule(0.0)}  # no prox
+S = torch.tensor([0.5, 2.0]).double()  # scales of the two channels
+WIDE = S.repeat_interleave(3)  # of each weight (6,)
+
+
+def local(quantizer, **settings):
+    return Local(**{"eta1": Schedule(0.1)} | settings, quantizer=quantizer)
 
 
 def quadratic(v: Tensor) -> Tensor:

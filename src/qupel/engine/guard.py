@@ -124,15 +124,14 @@ class Guard:
     # --- over rounds ---
 
     def exploded(self, told: Mapping[str, float]) -> str | None:
-        """Why w looks ruined, None if it does not."""
+        """Why w looks ruined, None if it does not. A client whose loss is not finite is refused before; of clients that
+        tell none, as private ones do, nothing can be said."""
         loss = told.get("loss", told.get("loss_quantized", math.nan))
         if self.bound == math.inf or not self.asked:
             return None
         if len(self.known.losses) < FIRST and math.isfinite(loss):
             self.known.losses.append(loss)
         high = max(self.known.losses, default=math.inf)
-        if self.known.losses and not told:  # a method may tell a loss of another kind only
-            return "no client has a finite loss"
         if loss > HIGH * high:
             return f"the clients' mean loss is {loss:.3g}, over {HIGH:g} times the {high:.3g} of the first rounds"
         return None

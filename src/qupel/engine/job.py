@@ -122,11 +122,6 @@ class Job:
     def network_of(self, client: int) -> str:
         return self.network[client] if self.network else ""
 
-    def module_of(self, client: int) -> nn.Module:
-        """The client's own network."""
-        name = self.network_of(client)
-        return self.networks[name] if name else self.module
-
     def rows_of(self, phase: int) -> int:
         """How many rows travel in the rounds of a phase."""
         return len(self.phases[phase].method.broadcast(torch.zeros(2)))

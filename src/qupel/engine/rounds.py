@@ -79,7 +79,7 @@ class Begin(NamedTuple):
     rounds: int
     w: Rows
     memory: ServerState = ()
-    lines: list[dict[str, Any]] = []  # noqa: RUF012 - never written to
+    lines: Sequence[dict[str, Any]] = ()
     states: Path | None = None
 
 
@@ -104,7 +104,8 @@ def run(
     start."""
     layout = Layout.of(job.module)
     initial = layout.flatten(job.module)
-    start, w, memory, lines, states = begin or Begin(0, (initial,))
+    start, w, memory, before, states = begin or Begin(0, (initial,))
+    lines = list(before)
     since, known = Since(), None
     if checkpoints:
         found = checkpoints.load(layout)

@@ -282,7 +282,3 @@ def own_randomness() -> Iterator[None]:
 def all_finite(tensor: Tensor) -> bool:
     """A finite sum has finite terms, and takes a fortieth of the time of looking at each; any other may be theirs."""
     return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
-
-
-def mean_or_nan(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
