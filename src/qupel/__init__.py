@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qupel.run.api import Client, Fit, fit, load
+    from qupel.data.clients import Client
+    from qupel.run.api import Fit, fit, load
     from qupel.run.recipes import Settings
     from qupel.util.errors import UserError
 
@@ -12,7 +13,7 @@ __version__ = "0.2.0"
 __all__ = ["Client", "Fit", "Settings", "UserError", "fit", "load"]
 
 _HOMES = {
-    "Client": "run.api",
+    "Client": "data.clients",
     "Fit": "run.api",
     "Settings": "run.recipes",
     "UserError": "util.errors",

@@ -247,9 +247,10 @@ def split(
     cfg = configs.load(config, overrides) if config else configs.parse(DEMO, "demo", overrides)
     dataset = jobs.load_data(cfg.data.name, cfg.data.folder, cfg.data.limit)
     parts = jobs.split_data(cfg, dataset, seed)
-    if dataset.classes is None:
+    labels = dataset.train.labels
+    if dataset.classes is None or labels is None:
         raise UserError(f"{dataset.name} has no class labels to count")
-    counts = partition.table(parts, dataset.train.targets, dataset.classes)
+    counts = partition.table(parts, labels, dataset.classes)
     table = Table("client", *[str(c) for c in range(dataset.classes)], "train", "valid", "test", padding=(0, 1))
     for i, (row, part) in enumerate(zip(counts, parts, strict=True)):
         cells = [str(n) if n else "[dim]·[/dim]" for n in row]

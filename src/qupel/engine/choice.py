@@ -14,6 +14,8 @@ from qupel.core.layout import Layout
 from qupel.engine.job import Job
 from qupel.engine.shard import Shard
 from qupel.engine.stack import StackedShard, most_clients
+from qupel.tasks.task import Batch
+from qupel.tasks.trees import over
 from qupel.util.errors import UserError
 from qupel.util.files import Damaged, read_json, write_sealed
 
@@ -99,7 +101,8 @@ def _disagreement(job: Job) -> str | None:
         if "random operation" in said:
             return "the model or the loss draws random numbers, as dropout does"
         return f"the model or the loss does not work in a stack: {said.split('. ')[0] or repr(e)}"
-    for i, own in enumerate(zip(*batches, strict=True)):
+    for i in range(len(clients)):
+        own = Batch(*over(lambda leaf, i=i: leaf[i], tuple(batches)))
         expected = one.problem(clients[i]).shared.gradient(x, own).gradient
         if not float((found[i] - expected).abs().max()) <= 1e-3 * float(expected.abs().max()):
             return "the model or the loss gives other gradients in a stack than one by one"

@@ -9,6 +9,7 @@ from torch import nn
 
 from qupel.core.layout import Layout
 from qupel.data.batches import batch
+from qupel.data.sources import kind_in_words
 from qupel.engine.job import Job
 from qupel.parts.methods.base import any_network, methods
 from qupel.tasks.task import Diverged, ModuleTask
@@ -42,17 +43,17 @@ def _check_network(job: Job, module: nn.Module) -> Layout:
     if layout.size == 0:
         raise UserError(f"the model has no parameters to train{': all are frozen' if layout.frozen else ''}")
     least = min(range(len(job.parts)), key=lambda i: len(job.parts[i].train_rows))
-    inputs, targets = batch(job.data.train, job.parts[least].train_rows[: job.batch], job.transform)
-    if targets.dtype == torch.int64:
-        targets[0] = job.data.train.targets.max()
+    tried = batch(job.data.train, job.parts[least].train_rows[: job.batch], job.transform_of(least))
+    if job.data.train.labels is not None:
+        tried.targets[0] = job.data.train.labels.max()
     try:
         with torch.random.fork_rng(devices=[]), suppress(Diverged):  # who diverges is refused in its round
-            ModuleTask(module, job.loss).gradient(layout.flatten(module), (inputs, targets))
+            ModuleTask(module, job.loss).gradient(layout.flatten(module), tried)
     except (RuntimeError, IndexError, ValueError, TypeError) as e:
         if "more than 1 value per channel" in str(e):
             why = "batch = 1" if job.batch == 1 else f"{job.name(least)} has 1 training sample"
             ways = "give more samples, or another normalization, such as GroupNorm"
             raise UserError(f"{why}, and this model's BatchNorm needs at least 2 at a time; {ways}") from e
-        shape = tuple(inputs.shape[1:])
-        raise UserError(f"the model or the loss does not take this data (inputs {shape}): {e}") from e
+        kind = kind_in_words(job.data.train.kinds[0]).removeprefix("float32 ")
+        raise UserError(f"the model or the loss does not take this data (inputs {kind}): {e}") from e
     return layout

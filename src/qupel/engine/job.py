@@ -85,6 +85,7 @@ class Job:
     on_bad_upload: Literal["refuse", "stop"] = "refuse"
     upload_bound: float = 50.0  # |upload - w| in medians over the clients (`engine.guard`); 0: no bound
     transform: Transform = field(default_factory=Transform)
+    transforms: Sequence[Transform] = ()  # one a client, where each has its own mean and std, in place of `transform`
     names: Sequence[str] = ()
     diagnostics: Diagnostics | None = None
     networks: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -118,6 +119,16 @@ class Job:
         data = replace(self.data, train=self.data.train.to(device), test=self.data.test.to(device))
         networks = {name: copy.deepcopy(net).to(device) for name, net in self.networks.items()}
         return replace(self, module=copy.deepcopy(self.module).to(device), networks=networks, data=data)
+
+    def transform_of(self, client: int) -> Transform:
+        return self.transforms[client] if self.transforms else self.transform
+
+    def data_of(self, client: int) -> Dataset:
+        """The data with the client's own mean and std."""
+        own = self.transforms[client] if self.transforms else None
+        if own is None or own.mean is None or own.std is None:
+            return self.data
+        return replace(self.data, mean=tuple(own.mean.tolist()), std=tuple(own.std.tolist()))
 
     def network_of(self, client: int) -> str:
         return self.network[client] if self.network else ""
@@ -204,11 +215,11 @@ class Job:
     def share(self, client: int) -> float:
         return float(len(self.parts[client].train_rows)) if self.weighted else 1.0
 
-    def calibration(self, client: int, samples: int | None = CALIBRATION_SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
+    def calibration(self, client: int, samples: int | None = CALIBRATION_SAMPLES) -> Iterator[Batch]:
         """Training data of a client for BatchNorm's statistics, never augmented, in batches as equal as can be. Of more
         rows than `samples` a random draw: rows often come sorted, and the first of them are of one kind."""
         owned = self.parts[client].train_rows
         if samples is not None and len(owned) > samples:
             owned = owned[generator(self.seed, "calibration", client).permutation(len(owned))[:samples]]
         batches = -(-len(owned) // EVALUATION_BATCH)
-        return chunks(self.data.train.take(owned), -(-len(owned) // batches), self.transform)
+        return chunks(self.data.train.take(owned), -(-len(owned) // batches), self.transform_of(client))

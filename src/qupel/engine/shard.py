@@ -17,7 +17,7 @@ from qupel.core.codebook import mean_bits, model_bytes
 from qupel.core.layout import Layout
 from qupel.core.quantize import dead_centers
 from qupel.data.batches import batch, chunks, generator, rows_of_steps
-from qupel.data.sources import Arrays
+from qupel.data.samples import Samples
 from qupel.engine.job import Job
 from qupel.engine.store import DiskStore, Forms, MemoryStore, Store, restore, snapshot
 from qupel.engine.weights import shown_clients
@@ -158,7 +158,7 @@ class Shard:
         job, owned = self.job, self.job.parts[client].train_rows
         return owned[rows_of_steps(job.seed, client, round * job.local_steps, job.local_steps, len(owned), job.batch)]
 
-    def batch(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    def batch(self, client: int, step: int, rows: np.ndarray) -> Batch:
         job = self.job
         # dropout draws from torch's generator: address it, too
         seed = int(generator(job.seed, "dropout", client, step).integers(2**62))
@@ -167,10 +167,10 @@ class Shard:
             torch.cuda.manual_seed(seed)
         return self._augmented(client, step, rows)
 
-    def _augmented(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _augmented(self, client: int, step: int, rows: np.ndarray) -> Batch:
         job = self.job
         rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
-        return batch(job.data.train, rows, job.transform, rng)
+        return batch(job.data.train, rows, job.transform_of(client), rng)
 
     def deployed(self, client: int, round: int, w: Rows) -> Deployed:
         """The model the client would ship after `round`, w being the server's newest model."""
@@ -211,8 +211,8 @@ class Shard:
         rows = self.rows_of(client, round + 1)[0]  # (b,)
         return [self.batch(client, (round + 1) * self.job.local_steps, rows)]
 
-    def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:
-        test = chunks(arrays, EVALUATION_BATCH, self.job.transform)
+    def _score(self, client: int, x: Tensor, samples: Samples) -> Score:
+        test = chunks(samples, EVALUATION_BATCH, self.job.transform_of(client))
         return self.judge_of(client).score(x, self.job.calibration(client), test)
 
     def save(self, folder: Path, name: str) -> None:

@@ -89,7 +89,7 @@ class Client:
         samples = len(parts[own_number(self.config, parts)].train_rows)
         if self.data.classes is None:
             raise UserError(boundary.NO_CLASSES)
-        shape = tuple(self.data.train.inputs.shape[1:])
+        shape = self.data.shape
         return boundary.Hello(self.config.client, samples, shape, self.data.classes)
 
     def _job(self, described: Any) -> ClientJob:
@@ -113,7 +113,7 @@ class ClientJob:
         self.config = merged(own, task)
         self.cell = Cell(task.label, task.seed)
         job = build_job(self.config, self.cell)
-        here = (tuple(job.data.train.inputs.shape[1:]), job.data.classes)
+        here = (job.data.shape, job.data.classes)
         if here != (task.shape, task.classes):
             raise UserError(f"{job.data.name} has (inputs, classes) {here}; the job is for {task.shape, task.classes}")
         mine = own_number(own, job.parts)

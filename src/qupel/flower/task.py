@@ -88,7 +88,7 @@ class Task(Strict):
             "model": model_name(config, cell),
             "args": config.model.args,
             "loss": config.task.loss,
-            "shape": list(job.data.train.inputs.shape[1:]),
+            "shape": list(job.data.shape),
             "classes": job.data.classes,
             "clients": len(job.parts),
             "phases": [replace(p, server=Mean()).table() for p in job.phases],

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from qupel.core.codebook import FULL_PRECISION, Codebook, Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.data import partition, sources
 from qupel.data.batches import Transform, chunks, generator
+from qupel.data.clients import Client, pool
 from qupel.deploy import file
 from qupel.deploy.about import About
 from qupel.deploy.formats import Format, suffix, write
@@ -41,31 +41,19 @@ from qupel.parts.quantizers import Quantizer
 from qupel.parts.servers import Server
 from qupel.run.config import Config, MethodConfig, SplitConfig
 from qupel.run.folder import own_folder, result_file, result_of, write_result
-from qupel.run.jobs import Cell, is_dense
+from qupel.run.jobs import Cell, is_dense, loss_for
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge
 from qupel.tasks.losses import losses
 from qupel.tasks.metrics import Metric
 from qupel.tasks.metrics import metrics as known_metrics
-from qupel.tasks.task import Loss
+from qupel.tasks.task import Batch, Loss, call
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_sealed
 from qupel.util.terminal import plain
 
-Array = np.ndarray | Tensor
 Bits = int | dict[str, int]
 DEFAULT_BITS = 2
-
-
-@dataclass(frozen=True)
-class Client:
-    """One client's data. Inputs: float, or uint8 images (n, C, H, W); targets: int labels, or float."""
-
-    train_inputs: Array
-    train_targets: Array
-    test_inputs: Array | None = None
-    test_targets: Array | None = None
-    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,7 +115,7 @@ def load(path: str | os.PathLike[str], module: nn.Module | None = None) -> nn.Mo
 
 def fit(
     model: nn.Module,
-    clients: Sequence[Client | Sequence[Array]],
+    clients: Sequence[Client | Sequence[Any]] | Mapping[str, Any],
     *,
     method: str | Sequence[Phase] = "qupel",
     quantizer: str | Quantizer | None = None,
@@ -156,7 +144,7 @@ def fit(
 
     model:    any module with Linear or Conv layers; its weights are where every client starts. It is not changed.
               Frozen parameters (requires_grad=False) stay as they are, at full precision.
-    clients:  `Client`s, or tuples (train inputs, train targets[, test inputs, test targets]).
+    clients:  `Client`s, or tuples (train inputs, train targets[, test inputs, test targets]); a dict has their names.
     method:   a recipe or a method (`qupel methods`), "module:Name" of your own, or phases.
     quantizer, server: of a method; by default its own quantizer, and the mean. A name that is both a recipe's and a
               method's is the recipe's, unless one of these is given.
@@ -175,17 +163,14 @@ def fit(
     out:      a folder for checkpoints, metrics and a summary: a fit that is killed goes on from there when called again
               with the same model, loss, data and settings; called with any other it is refused.
     """
-    people = [c if isinstance(c, Client) else _client(c, i) for i, c in enumerate(clients)]
-    if not people:
-        raise UserError("clients: at least one is needed")
-    data, parts = _pool(people)
-    default = nn.functional.mse_loss if data.train.targets.is_floating_point() else nn.functional.cross_entropy
+    data = pool(clients)
+    parts = partition.by_owner(data)
     job = Job(
         module=copy.deepcopy(model),
-        loss=losses[loss] if isinstance(loss, str) else loss or default,
+        loss=loss_for(data, losses[loss] if isinstance(loss, str) else loss),
         data=data,
         parts=parts,
-        plans=[Plan()] * len(people),
+        plans=[Plan()] * len(parts),
         phases=[],
         seed=seed,
         local_steps=local_steps,
@@ -195,13 +180,13 @@ def fit(
         evaluate_every=evaluate_every,
         evaluate_sample=evaluate_sample,
         transform=Transform.of(data),
-        names=[p.name or f"client {i}" for i, p in enumerate(people)],
+        names=data.owners,
         diagnostics=None if diagnostics == "off" else Diagnostics(diagnostics),
         metrics=metrics if isinstance(metrics, Mapping) else {name: known_metrics[name] for name in metrics},
     )
     job = job.with_phases(_phases(method, quantizer, server, settings or Settings(), rounds, job))
     asked = _own_bits(method, job.phases) if bits is None else bits
-    job = replace(job, plans=_plans(model, asked, layers, len(people), levels == "channel"))
+    job = replace(job, plans=_plans(model, asked, layers, len(parts), levels == "channel"))
     if bits is not None and any(job.plans) and is_dense(job.phases[-1]):
         last = methods.name_of(job.phases[-1].method)
         raise UserError(f"bits: the last phase, {last}, ships full precision; leave bits out, or change the method")
@@ -224,12 +209,6 @@ def fit(
         if out is not None and checkpoints is not None:
             _leave(Path(out), job, cell, checkpoints, finished, found)
         return found
-
-
-def _client(arrays: Sequence[Array], i: int) -> Client:
-    if len(arrays) not in {2, 4}:
-        raise UserError(f"client {i}: {len(arrays)} arrays; allowed are train inputs, targets[, test inputs, targets]")
-    return Client(arrays[0], arrays[1], *arrays[2:])  # type: ignore[arg-type]
 
 
 def _own_bits(method: str | Sequence[Phase], phases: Sequence[Phase]) -> int:
@@ -275,31 +254,6 @@ def _phases(
     return recipe.phases(Settings(**{**recipe.defaults, **given}), length)
 
 
-def _pool(people: Sequence[Client]) -> tuple[sources.Dataset, list[partition.Part]]:
-    """All clients' samples as one data set, and the rows that are each client's."""
-
-    def rows(counts: Sequence[int]) -> list[np.ndarray]:
-        ends = np.cumsum([0, *counts])
-        return [np.arange(a, b) for a, b in pairwise(ends)]
-
-    tested = [p for p in people if p.test_inputs is not None and p.test_targets is not None]
-    train = [np.concatenate([np.asarray(a) for a in arrays]) for arrays in _columns(people, "train")]
-    test = [np.concatenate([np.asarray(a) for a in arrays]) for arrays in _columns(tested, "test")] if tested else None
-    data = sources.from_arrays(*train, *(test or [a[:1] for a in train]))
-    test_rows = rows([len(p.test_inputs) if p.test_inputs is not None else 0 for p in people])
-    train_rows = rows([len(p.train_inputs) for p in people])
-    return data, [partition.Part(a, b) for a, b in zip(train_rows, test_rows, strict=True)]
-
-
-def _columns(people: Sequence[Client], split: str) -> list[list[Array]]:
-    for i, p in enumerate(people):
-        inputs, targets = getattr(p, f"{split}_inputs"), getattr(p, f"{split}_targets")
-        if len(inputs) != len(targets):
-            who = p.name or f"client {i}"
-            raise UserError(f"{who}: {len(inputs)} {split} inputs but {len(targets)} {split} targets")
-    return [[getattr(p, f"{split}_{kind}") for p in people] for kind in ("inputs", "targets")]
-
-
 def _open(out: Path, job: Job, label: str) -> None:
     """The run directory of a fit: what `qupel run` writes first. A fit of other settings is refused."""
     split = SplitConfig(kind="one" if len(job.parts) == 1 else "groups", clients=len(job.parts))
@@ -341,7 +295,7 @@ def _collect(job: Job, engine: Engine, finished: Finished, choice: Choice, label
     return Fit(models, codebooks, whole, finished.lines, list(job.names), choice, about)
 
 
-def _everybody(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
+def _everybody(job: Job) -> Iterator[Batch]:
     """Training data of all clients together for the global model's BatchNorm, drawn from its own address."""
     rows = np.concatenate([p.train_rows for p in job.parts])
     some = generator(job.seed, "calibrate all").permutation(len(rows))[:CALIBRATION_SAMPLES]
@@ -351,9 +305,9 @@ def _everybody(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _about(job: Job, module: nn.Module, label: str) -> About:
     """What the files say: enough to feed the model, and its name where it is one of ours."""
-    data, shape = job.data, tuple(job.data.train.inputs.shape[1:])
+    data, shape = job.data, job.data.shape
     with torch.inference_mode():
-        outputs = module(job.transform.apply(data.train.inputs[:1]))
+        outputs = call(module, job.transform.apply(data.train.read(slice(0, 1)).inputs))
     classes = outputs.shape[1] if data.classes is not None and isinstance(outputs, Tensor) and outputs.ndim == 2 else 0
     return About(
         model=known_as(module, shape, classes) if classes else "",

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qupel.core.codebook import Plan, plan_bits
@@ -28,8 +29,9 @@ from qupel.parts.phase import Phase
 from qupel.run.config import Config, MethodConfig
 from qupel.run.recipes import Length, compose, find
 from qupel.tasks import zoo
-from qupel.tasks.losses import losses
+from qupel.tasks.losses import losses, with_weights
 from qupel.tasks.metrics import metrics
+from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
 
 SHARED = ("seed", "data", "split", "model", "task", "local_steps", "batch", "sample", "weighted")
@@ -60,15 +62,19 @@ def load_data(name: str, folder: Path | None, limit: int | None) -> sources.Data
 
 
 def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
+    """Who gets what. Data that come as clients are their own federation, unless they are to be dealt out anew."""
     s, train, test = config.split, data.train, data.test
-    if s.kind in {"classes", "dirichlet"} and data.classes is None:
-        raise UserError(f"split.kind = {s.kind!r} needs class labels, which {data.name} has not; try iid or groups")
-    if s.kind == "classes":
-        parts = partition.by_class(
-            train.targets, test.targets, s.clients, s.classes, seed, s.train_per_client, s.test_per_client
-        )
-    elif s.kind == "dirichlet":
-        parts = partition.dirichlet(train.targets, test.targets, s.clients, s.alpha, seed)
+    labels = train.labels, test.labels
+    if data.owners and s.kind in {"classes", "groups"}:
+        parts = partition.by_owner(data)
+    elif s.kind in {"classes", "dirichlet"}:
+        if labels[0] is None or labels[1] is None:
+            raise UserError(f"split.kind = {s.kind!r} needs class labels, which {data.name} has not; try iid or groups")
+        if s.kind == "dirichlet":
+            parts = partition.dirichlet(*labels, s.clients, s.alpha, seed)
+        else:
+            sizes = (s.train_per_client, s.test_per_client)
+            parts = partition.by_class(*labels, s.clients, s.classes, seed, *sizes)
     elif s.kind == "groups":
         if train.groups is None:
             raise UserError(f"split.kind = 'groups' needs a group column, which {data.name} has not")
@@ -76,7 +82,7 @@ def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partiti
     else:
         clients = 1 if s.kind == "one" else s.clients
         parts = partition.iid(len(train), len(test), clients, seed, s.train_per_client, s.test_per_client)
-    return partition.hold_out(parts, s.validation, seed, train.targets) if s.validation else parts
+    return partition.hold_out(parts, s.validation, seed, labels[0]) if s.validation else parts
 
 
 def model_name(config: Config, cell: Cell) -> str:
@@ -86,11 +92,24 @@ def model_name(config: Config, cell: Cell) -> str:
 def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
     if data.classes is None and config.task.loss is None:
         raise UserError(f"{data.name} has no class labels: say which loss is meant ([task] loss = ...)")
-    shape = tuple(data.train.inputs.shape[1:])
+    shape = data.shape
     module = zoo.build(model_name(config, cell), shape, data.classes, cell.seed, config.model.args)
     if config.model.start is not None:
         load(Path(str(config.model.start).replace("{seed}", str(cell.seed)))).into(module)
     return module
+
+
+def loss_for(data: sources.Dataset, loss: Loss | None) -> Loss:
+    """The loss on this data: by default cross entropy for whole numbers, else the squared error; weighted where samples
+    are."""
+    if loss is None:
+        kind = data.train.kinds[1]
+        alone = isinstance(kind, tuple) and isinstance(kind[0], torch.dtype)
+        if not alone:
+            raise UserError("loss: where a sample has several targets, give a function (outputs, targets) -> mean loss")
+        loss = nn.functional.mse_loss if kind[0].is_floating_point else nn.functional.cross_entropy
+    weighted = len(data.train) > 0 and bool(data.train.read(slice(0, 1)).given)
+    return with_weights(loss) if weighted else loss
 
 
 def build_job(config: Config, cell: Cell) -> Job:
@@ -115,7 +134,7 @@ def assemble(
     method = config.methods[cell.label]
     job = Job(
         module=module,
-        loss=losses[config.task.loss or "cross_entropy"],
+        loss=loss_for(data, losses[config.task.loss or "cross_entropy"]),
         data=data,
         parts=parts,
         plans=plans,
@@ -162,7 +181,7 @@ def describe(
     name = model_name(config, cell)
     return About(
         model=name if name in zoo.networks and not config.model.args else "",
-        input_shape=tuple(data.train.inputs.shape[1:]),
+        input_shape=data.shape,
         classes=data.classes or 0,
         labels=data.labels,
         mean=data.mean,

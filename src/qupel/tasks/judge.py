@@ -17,9 +17,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from qupel.core.layout import Layout
 from qupel.tasks.metrics import Metric
-from qupel.tasks.task import Loss, is_finite
+from qupel.tasks.task import Batch, Loss, call, is_finite
+from qupel.tasks.trees import Tree, length, over
 
-Batches = Iterable[tuple[Tensor, Tensor]]
+Batches = Iterable[Batch]
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
 EVALUATION_BATCH = 256
 CALIBRATION_SAMPLES = 2048  # enough for BatchNorm statistics; more changes them by less than their own noise
@@ -55,13 +56,14 @@ class Judge:
     def score(self, x: Tensor, calibration: Batches, test: Batches) -> Score:
         module = self.load(x, calibration)
         loss, correct, count, labelled = 0.0, 0, 0, False
-        kept: list[tuple[Tensor, Tensor]] = []
+        kept: list[tuple[Tree, Tree]] = []
         with torch.inference_mode():
-            for inputs, targets in test:
-                outputs = module(inputs)
-                loss += self._loss(outputs, targets) * len(targets)
-                count += len(targets)
-                labelled = targets.dtype == torch.int64 and outputs.ndim == 2
+            for batch in test:
+                inputs, targets, given = Batch(*batch)
+                outputs = call(module, inputs)
+                loss += self._loss(outputs, targets, given) * length(targets)
+                count += length(targets)
+                labelled = is_labelled(outputs, targets)
                 if labelled:
                     correct += int((outputs.argmax(1) == targets).sum())
                 if self.metrics:
@@ -70,20 +72,26 @@ class Judge:
             return Score(float("nan"), None, 0)
         return Score(loss / count, correct / count if labelled else None, count, self._more(kept))
 
-    def _more(self, kept: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    def _more(self, kept: Sequence[tuple[Tree, Tree]]) -> dict[str, float]:
         """The metrics on all outputs and targets together."""
         if not self.metrics:
             return {}
-        outputs, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
+        outputs, targets = (over(lambda *leaf: torch.cat(leaf), *parts) for parts in zip(*kept, strict=True))
         return {name: float(metric(outputs, targets)) for name, metric in self.metrics.items()}
 
-    def _loss(self, outputs: Tensor, targets: Tensor) -> float:
+    def _loss(self, outputs: Tree, targets: Tree, given: Sequence[Tensor] = ()) -> float:
         try:
-            return float(self.loss(outputs, targets))
+            return float(self.loss(outputs, targets, *given))
         except Exception:  # some losses refuse what is not a number
             if is_finite(outputs):
                 raise
             return float("nan")
+
+
+def is_labelled(outputs: Tree, targets: Tree) -> bool:
+    """Whether there is an accuracy: one label (n,) and one output for each class (n, classes)."""
+    tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+    return tensors and targets.dtype == torch.int64 and targets.ndim == 1 and outputs.ndim == 2
 
 
 @torch.no_grad()
@@ -94,8 +102,8 @@ def calibrate(module: nn.Module, norms: list[_NormBase], batches: Batches) -> No
         m.reset_running_stats()
         m.momentum = None  # a cumulative average
         m.train()
-    for inputs, _ in batches:
-        module(inputs)
+    for batch in batches:
+        call(module, batch[0])
     for m, momentum in zip(norms, momenta, strict=True):
         m.momentum = momentum
         m.eval()
