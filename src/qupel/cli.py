@@ -245,7 +245,7 @@ def split(
 
     overrides = [*(set or []), *([_folder(data)] if data else [])]
     cfg = configs.load(config, overrides) if config else configs.parse(DEMO, "demo", overrides)
-    dataset = jobs.load_data(cfg.data.name, cfg.data.folder, cfg.data.limit)
+    dataset = jobs.data_of(cfg)
     parts = jobs.split_data(cfg, dataset, seed)
     labels = dataset.train.labels
     if dataset.classes is None or labels is None:

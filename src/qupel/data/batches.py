@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,6 +95,13 @@ class Transform:
         known = bool(dataset.mean)
         mean, std = (torch.tensor(dataset.mean), torch.tensor(dataset.std)) if known else (None, None)
         return cls(mean, std, augment, pad, dataset.mirror)
+
+    @property
+    def scale(self) -> dict[str, Any]:
+        """mean and std as numbers, as files have them."""
+        if self.mean is None or self.std is None:
+            return {}
+        return {"mean": tuple(self.mean.tolist()), "std": tuple(self.std.tolist())}
 
     @cached_property
     def _affine(self) -> dict[bool, tuple[Tensor, Tensor] | None]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ def weights(what: str, values: Any, rows: int) -> Tensor | None:
 
 def one_input(what: str, value: Any, alone: bool) -> Tensor:
     """An input of one sample, as `inputs` makes them of many."""
-    return _input(what, _batched(what, value), alone)[0]
+    return cast(Tensor, _input(what, _batched(what, value), alone))[0]
 
 
 def one_target(what: str, value: Any, alone: bool) -> Tensor:

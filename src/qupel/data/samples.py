@@ -8,7 +8,6 @@ Some     some rows of any of these
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -321,9 +320,3 @@ def held(samples: Samples) -> list[Tensor]:
     if isinstance(samples, Some):
         return held(samples.samples)
     return [tensor for part in samples.parts for tensor in held(part)] if isinstance(samples, Pool) else []
-
-
-def digest(samples: Samples) -> str:
-    found = hashlib.sha256()
-    samples.mark(found)
-    return found.hexdigest()

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,31 +102,36 @@ _IMAGES = {
 }
 Folder = str | os.PathLike[str] | None
 datasets: Registry[Callable[..., Dataset]] = Registry("data set")
-NPZ = "PATH.npz"  # stands in lists for the user's own file
+NPZ, FOLDER = "PATH.npz", "FOLDER/"  # stand in lists for the user's own file, or a file for each client
 
 
-def load(name: str, folder: Folder = None, limit: int | None = None) -> Dataset:
-    """The data set `name`: a registered one, the path of an `.npz` file, or "module:function" of your own, which
-    returns a Dataset or (train inputs, train targets, test inputs, test targets).
+def load(name: str, folder: Folder = None, limit: int | None = None, args: Mapping[str, Any] | None = None) -> Dataset:
+    """The data set `name`: a registered one, the path of an `.npz` file, a folder with a file for each client, or
+    "module:function" of your own (`data.own`).
 
     folder  where Parquet files are looked for: FOLDER/NAME/*.parquet or FOLDER/*.parquet; by default QUPEL_DATA
-    limit   take only the first `limit` samples of each split
+    limit   take only the first `limit` samples of each split; of data that come as clients, of each client
+    args    what a function of your own is called with
     """
+    from qupel.data import own  # which makes data sets of what it finds
+
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit}: at least 1")
+    if args and ":" not in name:
+        raise UserError(f'data.args are for a function of your own, "module:function", not for {name!r}')
     if name.endswith(".npz"):
         return _first(from_npz(name), limit)
     if is_known(name):
         return datasets[_key(name)](folder, limit)
+    if name.endswith(("/", os.sep)) or Path(name).expanduser().is_dir():
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            raise UserError(f"data folder {name} does not exist or is not a folder")
+        return _first(own.from_folder(path), limit)
     if ":" not in name:
-        raise UserError(f'unknown data set {name!r}; known are {", ".join((*datasets, NPZ))}, or "module:function"')
-    try:
-        found: Any = datasets[name]()
-        made = found if isinstance(found, Dataset) else from_arrays(*found)
-    except TypeError as e:
-        wanted = "it must take no arguments and return a Dataset or four arrays"
-        raise UserError(f"data set {name!r}: {wanted}: {e}") from None
-    return _first(replace(made, name=name), limit)
+        known = ", ".join((*datasets, NPZ, FOLDER))
+        raise UserError(f'unknown data set {name!r}; known are {known}, or "module:function"')
+    return _first(own.from_function(name, datasets[name], args or {}), limit)
 
 
 def is_known(name: str) -> bool:
@@ -143,8 +148,17 @@ def _key(name: str) -> str:
 def _first(dataset: Dataset, limit: int | None) -> Dataset:
     if limit is None:
         return dataset
-    train, test = (split.take(np.arange(min(limit, len(split)))) for split in (dataset.train, dataset.test))
+    train, test = (
+        split.take(_first_rows(split, limit, bool(dataset.owners))) for split in (dataset.train, dataset.test)
+    )
     return replace(dataset, train=train, test=test)
+
+
+def _first_rows(split: Samples, limit: int, of_each_owner: bool) -> np.ndarray:
+    if not of_each_owner or split.groups is None:
+        return np.arange(min(limit, len(split)))
+    groups = np.asarray(split.groups)
+    return np.sort(np.concatenate([np.flatnonzero(groups == owner)[:limit] for owner in np.unique(groups)]))
 
 
 @datasets.register("digits", about="1,797 grey handwritten digits of 8x8, 10 classes; needs no files")

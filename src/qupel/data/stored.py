@@ -73,7 +73,7 @@ class Stored:
     def _read(self, rows: np.ndarray) -> Tensor:
         found = np.empty((len(rows), *self.inner), np.dtype(self.kind))  # (k, ...)
         size = found[:1].nbytes
-        into = memoryview(found.reshape(-1).view(np.uint8))
+        into = found.reshape(-1).view(np.uint8).data
         order = np.argsort(rows, kind="stable")  # the file is read from its beginning to its end
         try:
             with self.path.open("rb", buffering=0) as file:

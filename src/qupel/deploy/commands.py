@@ -213,18 +213,19 @@ def evaluate_file(
         name = read(file, trust).about.extra.get("data")
         if not isinstance(name, str) or not sources.is_known(name):  # which files are opened is for the user to say
             raise UserError(f"{file} names none of the known data sets; give --data")
-    test = sources.load(name, folder, limit).test
-    if test.targets.ndim != 1 or test.targets.is_floating_point():
+    judged = sources.load(name, folder, limit)
+    inputs, targets, _ = judged.test.read(slice(0, len(judged.test)))
+    if judged.test.labels is None:
         raise UserError(f"{name} has no class labels to compare with")
     torch.set_num_threads(1)  # so that latencies mean the same everywhere
     model = open_model(file, keep_packed=keep_packed, threads=1, trust=trust)
-    if model.about.input_shape != tuple(test.inputs.shape[1:]):
-        raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {tuple(test.inputs.shape[1:])}")
-    right = accuracy(model, test.inputs, test.targets)
+    if model.about.input_shape != judged.shape:
+        raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {judged.shape}")
+    right = accuracy(model, inputs, targets)
     before, most = model.memory()
     one, many = latency(model), latency(model, 64)
     table = Table(show_header=False)
-    table.add_row("accuracy", f"{100 * right:.2f} % of {len(test.inputs):,} test samples of {shown(name)}")
+    table.add_row("accuracy", f"{100 * right:.2f} % of {len(inputs):,} test samples of {shown(name)}")
     table.add_row("latency", f"{1000 * one:.3g} ms for 1 input, {1000 * many:.3g} ms for 64 (medians, one thread)")
     table.add_row("size", f"{model.bytes:,} bytes ({_kib(model.bytes)}), {model.kind}")
     grown = (most - before) / 2**20

@@ -113,7 +113,7 @@ def read_inputs(path: str | os.PathLike[str], model: Model) -> tuple[list[str], 
         names = [f"row {i}" for i in range(len(values))]
     elif path.suffix.lower() == ".csv":
         values = _csv(path, shape)
-        if model.about.mean:  # the model was made for pixels: numbers from 0 to 255
+        if model.about.mean and "standardize" not in model.about.extra:  # made for pixels: numbers from 0 to 255
             values = values / np.float32(255)
         names = [f"row {i}" for i in range(len(values))]
     else:

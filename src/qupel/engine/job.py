@@ -16,7 +16,8 @@ from qupel.core.codebook import Plan
 from qupel.core.schedule import Clock
 from qupel.data.batches import Transform, chunks, generator
 from qupel.data.partition import Part
-from qupel.data.sources import Dataset
+from qupel.data.scale import scale_of
+from qupel.data.sources import Dataset, kind_in_words
 from qupel.parts.base import State
 from qupel.parts.methods import Method
 from qupel.parts.phase import Phase
@@ -125,10 +126,13 @@ class Job:
 
     def data_of(self, client: int) -> Dataset:
         """The data with the client's own mean and std."""
-        own = self.transforms[client] if self.transforms else None
-        if own is None or own.mean is None or own.std is None:
-            return self.data
-        return replace(self.data, mean=tuple(own.mean.tolist()), std=tuple(own.std.tolist()))
+        return replace(self.data, **self.transforms[client].scale) if self.transforms else self.data
+
+    @property
+    def standardized(self) -> bool:
+        """Whether float inputs are scaled by mean and std."""
+        kind = self.data.train.kinds[0]
+        return bool(self.transforms or self.data.mean) and isinstance(kind, tuple) and kind[0] == torch.float32
 
     def network_of(self, client: int) -> str:
         return self.network[client] if self.network else ""
@@ -223,3 +227,21 @@ class Job:
             owned = owned[generator(self.seed, "calibration", client).permutation(len(owned))[:samples]]
         batches = -(-len(owned) // EVALUATION_BATCH)
         return chunks(self.data.train.take(owned), -(-len(owned) // batches), self.transform_of(client))
+
+
+def standardized(job: Job, how: str) -> Job:
+    """This job with inputs of mean 0 and deviation 1 in every channel: "client", by the client's own training data, or
+    "shared", by all clients' together. The numbers are part of every client's file."""
+    if how == "off" or not len(job.data.train):  # a server that has none
+        return job
+    kind = job.data.train.kinds[0]
+    if not (isinstance(kind, tuple) and kind[0] == torch.float32 and kind[1]):
+        what = kind_in_words(kind)
+        raise UserError(f"standardize: for one input of floats (n, features, ...); {job.data.name} has {what}")
+    rows = [part.train_rows for part in job.parts]
+    scales = [scale_of(job.data.train, own) for own in (rows if how == "client" else [np.concatenate(rows)])]
+    made = [replace(job.transform, mean=torch.tensor(mean), std=torch.tensor(std)) for mean, std in scales]
+    if how == "client":
+        return replace(job, transforms=made)
+    mean, std = scales[0]
+    return replace(job, transform=made[0], data=replace(job.data, mean=mean, std=std))

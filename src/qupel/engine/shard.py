@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from qupel.core.layout import Layout
 from qupel.core.quantize import dead_centers
 from qupel.data.batches import batch, chunks, generator, rows_of_steps
 from qupel.data.samples import Samples
+from qupel.engine.door import refuse_tokens
 from qupel.engine.job import Job
 from qupel.engine.store import DiskStore, Forms, MemoryStore, Store, restore, snapshot
 from qupel.engine.weights import shown_clients
@@ -133,7 +135,7 @@ class Shard:
         for client in clients:
             state, told, problem = self.state(client, phase, w), Told(), self.problem(client)
             picked = self.rows_of(client, round)  # (tau, b)
-            upload, fault = None, None
+            upload, fault, batch = None, None, None
             try:
                 # a client that diverges is refused
                 with own_randomness(), np.errstate(invalid="ignore", over="ignore"):
@@ -146,6 +148,8 @@ class Shard:
                 fault = f"round {round + 1}: {fault}" if fault else None
             except Exception as e:
                 where = e.where if isinstance(e, Diverged) else sound(state)
+                if isinstance(e, IndexError) and batch is not None:
+                    refuse_tokens(job, client, self._network(job.network_of(client)), batch.inputs)
                 if where is None:
                     raise  # not for want of finite numbers
                 fault = f"round {round + 1}, step {told.steps + 1}: {where}"
@@ -212,8 +216,13 @@ class Shard:
         return [self.batch(client, (round + 1) * self.job.local_steps, rows)]
 
     def _score(self, client: int, x: Tensor, samples: Samples) -> Score:
-        test = chunks(samples, EVALUATION_BATCH, self.job.transform_of(client))
-        return self.judge_of(client).score(x, self.job.calibration(client), test)
+        test = partial(chunks, samples, EVALUATION_BATCH, self.job.transform_of(client))
+        try:
+            return self.judge_of(client).score(x, self.job.calibration(client), test())
+        except IndexError:
+            for batch in test():
+                refuse_tokens(self.job, client, self._network(self.job.network_of(client)), batch.inputs)
+            raise
 
     def save(self, folder: Path, name: str) -> None:
         snapshot(self.store, folder, name)

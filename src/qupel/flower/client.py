@@ -36,7 +36,7 @@ from qupel.flower.task import PROTOCOL, ClientConfig, Task
 from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
 from qupel.parts.base import Rows, Upload, vector
 from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, TaskConfig, explain
-from qupel.run.jobs import Cell, build_job, describe, load_data, split_data
+from qupel.run.jobs import Cell, build_job, data_of, describe, split_data
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 from qupel.util.registry import imports_limited_to
@@ -49,7 +49,7 @@ class Client:
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
-        self.data = load_data(config.data.name, config.data.folder, config.data.limit)
+        self.data = data_of(merged(config, None))
         self.job: ClientJob | None = None
 
     def answer(self, header: Header, body: bytes) -> tuple[Header, bytes]:
@@ -119,7 +119,8 @@ class ClientJob:
         mine = own_number(own, job.parts)
         # Of the clients only this one is looked at: the others are on other machines.
         parts, plans = [job.parts[mine]] * task.clients, [job.plans[mine]] * task.clients
-        self.job = replace(job, parts=parts, plans=plans, epoch_steps=task.epoch_steps)
+        scales = [job.transforms[mine]] * task.clients if job.transforms else ()
+        self.job = replace(job, parts=parts, plans=plans, names=(), transforms=scales, epoch_steps=task.epoch_steps)
         self.shard = Shard(self.job, [self.client])
         self.folder = own.state / task.job
         self.generations = Generations(self.folder, self.shard)
@@ -203,7 +204,7 @@ class ClientJob:
         module = self.shard.judge_of(self.client).load(model.x, self.job.calibration(self.client))
         allowed = parse_size(self.own.budget) if self.own.budget and model.codebook else None
         name, test = self.job.name(self.client), value(judged.test)
-        about = describe(self.config, self.cell, self.job.data, name, test, allowed)
+        about = describe(self.config, self.cell, self.job.data_of(self.client), name, test, allowed)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         written = save(self.folder / MODEL, module, model.codebook, about=about)
         if allowed is not None and written > allowed:
@@ -230,7 +231,7 @@ def log(text: str) -> None:
 
 def merged(own: ClientConfig, task: Task | None) -> Config:
     """The server's settings with the client's own data and bits, as one experiment; without a task, of the data."""
-    data = DataConfig(name=own.data.name, folder=own.data.folder, limit=own.data.limit)
+    data = DataConfig(**own.data.model_dump())
     split = own.split or SplitConfig(kind="one")
     if task is None:
         return Config(data=data, split=split, methods={"none": MethodConfig(recipe="fedavg")})

@@ -294,6 +294,8 @@ def check_told(config: Config) -> None:
     for key, wanted in (("task.metrics", config.task.metrics), ("diagnostics", config.diagnostics != "off")):
         if wanted:
             raise UserError(f"{key}: clients on Flower tell their losses and accuracies only; leave it out")
+    if config.data.standardize == "shared":
+        raise UserError('data.standardize = "shared": clients on Flower tell nothing of their data; use "client"')
 
 
 def open_fleet(folder: Path, post: Post) -> Fleet:

@@ -113,6 +113,8 @@ class OwnData(Strict):
     name: str = "digits"
     folder: Path | None = None
     limit: int | None = Field(None, ge=1)
+    args: dict[str, Any] = Field({}, description='what a function of its own, "module:function", is called with')
+    standardize: Literal["off", "client"] = Field("off", description="float inputs by its own training data")
 
 
 class Privacy(Strict):
@@ -174,10 +176,12 @@ def load_client(path: Path) -> ClientConfig:
         raise UserError(f"{path} is not TOML: {e}") from None
     except ValidationError as e:
         raise UserError(f"{path}: {explain(e)}") from None
-    if config.allow:
+    if config.allow or ":" in config.data.name:
         find_modules_beside(path)
     here, data = path.resolve().parent, config.data
     own: dict[str, Any] = {"state": here / config.state}
-    if data.name.endswith(".npz"):
-        own["data"] = data.model_copy(update={"name": str(here / Path(data.name).expanduser())})
+    if data.name.endswith((".npz", "/")):
+        own["data"] = data.model_copy(
+            update={"name": f"{here / Path(data.name).expanduser()}{'/' * data.name.endswith('/')}"}
+        )
     return config.model_copy(update=own)

@@ -145,7 +145,7 @@ def _square(v: Tensor) -> float:
     return float(v @ v)
 
 
-NO_BATCH: Batch = (torch.empty(0), torch.empty(0))  # a ClientLoss has its own
+NO_BATCH = Batch(torch.empty(0), torch.empty(0))  # a ClientLoss has its own
 TINY = 1e-7  # a step so short that the change of a gradient along it is rounding
 
 

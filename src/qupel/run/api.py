@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from qupel.core.codebook import FULL_PRECISION, Codebook, Plan, plan_bits
 from qupel.core.layout import Layout
 from qupel.data import partition, sources
-from qupel.data.batches import Transform, chunks, generator
+from qupel.data.batches import Transform, batch, chunks, generator
 from qupel.data.clients import Client, pool
 from qupel.deploy import file
 from qupel.deploy.about import About
@@ -31,7 +31,7 @@ from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import of_job
 from qupel.engine.identity import check_identity
 from qupel.engine.inline import Inline
-from qupel.engine.job import Job
+from qupel.engine.job import Job, standardized
 from qupel.engine.rounds import Engine, Finished, Progress, run
 from qupel.engine.workers import Pool, Workers
 from qupel.paper.diagnostics import Diagnostics
@@ -48,6 +48,7 @@ from qupel.tasks.losses import losses
 from qupel.tasks.metrics import Metric
 from qupel.tasks.metrics import metrics as known_metrics
 from qupel.tasks.task import Batch, Loss, call
+from qupel.tasks.trees import over
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_sealed
 from qupel.util.terminal import plain
@@ -70,6 +71,7 @@ class Fit:
     names: list[str]
     engine: Choice  # whether clients were trained in stacks, and why
     about: About  # what every client's file says
+    transforms: Sequence[Transform] = ()  # one a client, where inputs are standardized by each client's own data
 
     @property
     def test(self) -> list[float]:
@@ -96,6 +98,8 @@ class Fit:
             path = folder / f"client-{i:03d}{suffix(to)}"
             told = {} if scores[i] is None or not self.about.classes else {"test": round(scores[i], 6)}
             about = replace(self.about, client=plain(self.names[i]), extra={**self.about.extra, **told})
+            if self.transforms:
+                about = replace(about, **self.transforms[i].scale)
             write(path, model, codebook, about, to, rest)
             paths.append(path)
         return paths
@@ -129,6 +133,7 @@ def fit(
     settings: Settings | None = None,
     layers: Sequence[str] | None = None,
     levels: Literal["layer", "channel"] = "layer",
+    standardize: Literal["off", "client", "shared"] = "off",
     seed: int = 0,
     sample: float = 1.0,
     weighted: bool = False,
@@ -153,7 +158,9 @@ def fit(
     layers:   which layers get the bits: by default every Linear and Conv weight but the first and the last.
               `Fit.quantized` tells; fewer bits than 32 for no layer at all are refused.
     levels:   one set of levels a layer, or scaled by each output "channel".
-    loss:     a name, or (outputs, targets) -> mean loss; by default cross entropy for int targets, mean squared error
+    standardize: float inputs by mean and deviation of the client's own training data, or of all clients' ("shared").
+    loss:     a name, or (outputs, targets) -> mean loss; where samples have weights, (outputs, targets, weights); by
+              default cross entropy for int targets, mean squared error
               for float ones.
     metrics:  names, or name -> (outputs, targets) -> number, beside loss and accuracy.
     evaluate_sample: share of the clients that are judged on the way; at the end of a phase all are.
@@ -184,6 +191,7 @@ def fit(
         diagnostics=None if diagnostics == "off" else Diagnostics(diagnostics),
         metrics=metrics if isinstance(metrics, Mapping) else {name: known_metrics[name] for name in metrics},
     )
+    job = standardized(job, standardize)
     job = job.with_phases(_phases(method, quantizer, server, settings or Settings(), rounds, job))
     asked = _own_bits(method, job.phases) if bits is None else bits
     job = replace(job, plans=_plans(model, asked, layers, len(parts), levels == "channel"))
@@ -292,7 +300,7 @@ def _collect(job: Job, engine: Engine, finished: Finished, choice: Choice, label
         codebooks.append(deployed.codebook)
     whole = copy.deepcopy(judge.load(finished.w[0], _everybody(job)))
     about = _about(job, whole, label)
-    return Fit(models, codebooks, whole, finished.lines, list(job.names), choice, about)
+    return Fit(models, codebooks, whole, finished.lines, list(job.names), choice, about, job.transforms)
 
 
 def _everybody(job: Job) -> Iterator[Batch]:
@@ -300,20 +308,30 @@ def _everybody(job: Job) -> Iterator[Batch]:
     rows = np.concatenate([p.train_rows for p in job.parts])
     some = generator(job.seed, "calibrate all").permutation(len(rows))[:CALIBRATION_SAMPLES]
     batches = -(-len(some) // EVALUATION_BATCH)
-    return chunks(job.data.train.take(rows[some]), -(-len(some) // batches), job.transform)
+    size = -(-len(some) // batches)
+    if not job.transforms:
+        yield from chunks(job.data.train.take(rows[some]), size, job.transform)
+        return
+    owner = np.repeat(np.arange(len(job.parts)), [len(p.train_rows) for p in job.parts])  # (rows,)
+    for start in range(0, len(some), size):
+        part = some[start : start + size]
+        each = [batch(job.data.train, rows[part][owner[part] == k], job.transforms[k]) for k in np.unique(owner[part])]
+        yield Batch(*over(lambda *leaf: torch.cat(leaf), *map(tuple, each)))
 
 
 def _about(job: Job, module: nn.Module, label: str) -> About:
     """What the files say: enough to feed the model, and its name where it is one of ours."""
     data, shape = job.data, job.data.shape
     with torch.inference_mode():
-        outputs = call(module, job.transform.apply(data.train.read(slice(0, 1)).inputs))
+        outputs = call(module, job.transform_of(0).apply(data.train.read(slice(0, 1)).inputs))
     classes = outputs.shape[1] if data.classes is not None and isinstance(outputs, Tensor) and outputs.ndim == 2 else 0
+    how = "client" if job.transforms else "shared"
+    told = {"standardize": how} if job.standardized else {}
     return About(
         model=known_as(module, shape, classes) if classes else "",
         input_shape=shape,
         classes=classes,
         mean=data.mean,
         std=data.std,
-        extra={"method": label, "seed": job.seed},
+        extra={"method": label, "seed": job.seed, **told},
     )

@@ -50,6 +50,10 @@ class DataConfig(Strict):
     folder: Path | None = None
     augment: bool = False
     limit: int | None = Field(None, ge=1, description="use only the first samples of each split")
+    args: dict[str, Any] = Field({}, description='what a function of your own, "module:function", is called with')
+    standardize: Literal["off", "client", "shared"] = Field(
+        "off", description="float inputs by mean and std of the client's own training data, or of all clients'"
+    )
 
 
 class SplitConfig(Strict):

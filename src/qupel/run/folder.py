@@ -30,8 +30,8 @@ from qupel.engine.identity import check_identity
 from qupel.engine.job import Job
 from qupel.engine.rounds import Engine, Failed, Finished
 from qupel.parts.base import Rows
-from qupel.run.config import Config
-from qupel.run.jobs import Cell, build_job, describe, fingerprint, load_data
+from qupel.run.config import Config, merge
+from qupel.run.jobs import Cell, build_job, data_of, describe, fingerprint
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
 from qupel.util.files import LOCK, Damaged, check_files, checksums, locked, read_json, write_sealed
@@ -66,7 +66,7 @@ def open_folder(out: Path, config: Config, resume: bool, other_versions: bool = 
                 raise UserError(f"{out} already holds a run; add --resume to go on with it, or give another --out")
             before = read_json(known)
             usual = json.loads(Config(methods=config.methods).model_dump_json())
-            if {**usual, **before} != described:  # what an older version did not know has its default
+            if merge(usual, before) != described:  # what an older version did not know has its default
                 raise UserError(f"{out} was made with another config; resume it with that one, or give another --out")
         else:
             check_own(out)
@@ -77,13 +77,13 @@ def open_folder(out: Path, config: Config, resume: bool, other_versions: bool = 
 
 
 @lru_cache(maxsize=2)
-def data_identity(name: str, folder: Path | None, limit: int | None) -> str:
-    return sources.identity(load_data(name, folder, limit))
+def _checksum(data: sources.Dataset) -> str:
+    return sources.identity(data)
 
 
 def identity(config: Config) -> str:
     """A checksum of the data that a config names."""
-    return data_identity(config.data.name, config.data.folder, config.data.limit)
+    return _checksum(data_of(config))
 
 
 def result_file(out: Path, cell: Cell) -> Path:
@@ -161,7 +161,7 @@ def save_models(
     the bytes of each file."""
     target = folder / "models"
     target.mkdir(exist_ok=True)
-    judge, data = Judge(job.module, job.loss), job.data
+    judge = Judge(job.module, job.loss)
     budgets = [parse_size(text) for text in config.budgets()]
     sizes = []
     for client in range(len(job.parts)):
@@ -169,7 +169,7 @@ def save_models(
         module = judge.load(model.x, job.calibration(client))
         test = line["clients"]["test"][client]
         allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
-        about = describe(config, cell, data, job.name(client), test, allowed)
+        about = describe(config, cell, job.data_of(client), job.name(client), test, allowed)
         written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
         if allowed is not None and written > allowed:
             raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {allowed}")

@@ -22,7 +22,7 @@ from qupel.deploy.budget import Planner, parse_size
 from qupel.deploy.file import load
 from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import digest
-from qupel.engine.job import Job
+from qupel.engine.job import Job, standardized
 from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods.base import quantizer_of
 from qupel.parts.phase import Phase
@@ -56,25 +56,32 @@ def cells(config: Config) -> list[Cell]:
     return found
 
 
+def data_of(config: Config) -> sources.Dataset:
+    """The data that a config names; they are kept for the next who asks."""
+    data = config.data
+    return load_data(data.name, data.folder, data.limit, json.dumps(data.args, sort_keys=True))
+
+
 @lru_cache(maxsize=2)
-def load_data(name: str, folder: Path | None, limit: int | None) -> sources.Dataset:
-    return sources.load(name, folder, limit)
+def load_data(name: str, folder: Path | None, limit: int | None, args: str = "{}") -> sources.Dataset:
+    """args: as JSON."""
+    return sources.load(name, folder, limit, json.loads(args))
 
 
 def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
     """Who gets what. Data that come as clients are their own federation, unless they are to be dealt out anew."""
     s, train, test = config.split, data.train, data.test
-    labels = train.labels, test.labels
+    labels, held = train.labels, test.labels
     if data.owners and s.kind in {"classes", "groups"}:
         parts = partition.by_owner(data)
     elif s.kind in {"classes", "dirichlet"}:
-        if labels[0] is None or labels[1] is None:
+        if labels is None or held is None:
             raise UserError(f"split.kind = {s.kind!r} needs class labels, which {data.name} has not; try iid or groups")
         if s.kind == "dirichlet":
-            parts = partition.dirichlet(*labels, s.clients, s.alpha, seed)
+            parts = partition.dirichlet(labels, held, s.clients, s.alpha, seed)
         else:
             sizes = (s.train_per_client, s.test_per_client)
-            parts = partition.by_class(*labels, s.clients, s.classes, seed, *sizes)
+            parts = partition.by_class(labels, held, s.clients, s.classes, seed, *sizes)
     elif s.kind == "groups":
         if train.groups is None:
             raise UserError(f"split.kind = 'groups' needs a group column, which {data.name} has not")
@@ -82,7 +89,7 @@ def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partiti
     else:
         clients = 1 if s.kind == "one" else s.clients
         parts = partition.iid(len(train), len(test), clients, seed, s.train_per_client, s.test_per_client)
-    return partition.hold_out(parts, s.validation, seed, labels[0]) if s.validation else parts
+    return partition.hold_out(parts, s.validation, seed, labels) if s.validation else parts
 
 
 def model_name(config: Config, cell: Cell) -> str:
@@ -114,7 +121,7 @@ def loss_for(data: sources.Dataset, loss: Loss | None) -> Loss:
 
 def build_job(config: Config, cell: Cell) -> Job:
     """The job of one cell. Cells of a seed share data, split and initial model, so that comparisons are paired."""
-    data = load_data(config.data.name, config.data.folder, config.data.limit)
+    data = data_of(config)
     parts = split_data(config, data, cell.seed)
     module = build_model(config, data, cell)
     job = assemble(config, cell, module, data, parts, build_plans(config, cell, module, data, len(parts)))
@@ -150,15 +157,21 @@ def assemble(
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
         upload_bound=config.upload_bound,
         transform=Transform.of(data, augment=config.data.augment),
+        names=data.owners if len(data.owners) == len(parts) else (),
         diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
         metrics={name: metrics[name] for name in config.task.metrics},
     )
+    job = standardized(job, config.data.standardize)
     return job.with_phases(build_phases(method, config.rounds, job, cell.label))
 
 
 def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
     """How many centers each layer of each client gets: from the bits given, or from what fits the client's budget."""
     bits = config.methods[cell.label].bits or config.bits
+    if config.data.standardize != "off" and data.shape:  # as long as any client's can be
+        data = replace(
+            data, mean=(-1.2345678901234567e-100,) * data.shape[0], std=(1.2345678901234567e-100,) * data.shape[0]
+        )
     layout, layers, channels = Layout.of(module), config.model.layers, config.model.levels == "channel"
     plans: list[Plan]
     if bits == "auto":
@@ -178,6 +191,7 @@ def describe(
     """What a client's file says about its model. test: its score, if it has one; allowed: the bytes it may have."""
     told: dict[str, Any] = {} if test is None or data.classes is None else {"test": round(test, 6)}
     told |= {} if allowed is None else {"budget": allowed}
+    told |= {} if config.data.standardize == "off" else {"standardize": config.data.standardize}
     name = model_name(config, cell)
     return About(
         model=name if name in zoo.networks and not config.model.args else "",
