@@ -1,7 +1,7 @@
 """A data set much larger than memory: 20 GB of inputs in a sparse file, memory-mapped, trained on by several clients.
 
-Prints the most memory that the process ever held, as the system counts it. Rows are read from the file when a batch needs
-them; the file takes next to no room on the disk, as what was never written is zeros.
+Prints the most memory that the process ever held, as the system counts it. Rows are read from the file when a batch
+needs them; the file takes next to no room on the disk, as what was never written is zeros.
 
     python benchmarks/large_data.py [--gigabytes 20] [--clients 10] [--rounds 10] [--workers 1]
 """

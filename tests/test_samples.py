@@ -255,7 +255,7 @@ def test_what_a_function_may_return():
             ["data.args={persons = 3}"],
             r"cannot be called with args = {'persons': 3}: .*persons",
         ),
-        (["data.name=own_data:nothing", "data.args={}"], "data 'own_data:nothing': returns a int; allowed are a list"),
+        (["data.name=own_data:nothing", "data.args={}"], "data 'own_data:nothing': returns int; allowed are a list"),
         (["data.name=own_data:broken", "data.args={}"], "data 'own_data:broken' raises OSError: no such sensor$"),
         (["data.name=digits"], "data.args are for a function of your own"),
         (["data.name=nowhere/", "data.args={}"], "data folder nowhere/ does not exist"),

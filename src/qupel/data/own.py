@@ -46,7 +46,7 @@ def _dataset(found: Any) -> Dataset:
     if isinstance(found, Mapping):
         return pool(found)
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
-        raise UserError(f"returns a {type(found).__name__}; allowed are {RETURNS}")
+        raise UserError(f"returns {type(found).__name__}; allowed are {RETURNS}")
     if all(isinstance(one, Client | tuple) or is_dataset(one) for one in found):
         return pool(found)
     if len(found) == 4:
