@@ -369,5 +369,5 @@ def test_a_data_set_of_ones_own_by_its_import_path(importable):
     (result,) = experiment.run_experiment(config, importable / "data-run")
     assert np.isfinite(result["lines"][-1]["test_loss"])
     wrong = configs.load(importable / "data.toml", ["data.name=my_data:nothing"])
-    with pytest.raises(UserError, match=r"'my_data:nothing': returns int; allowed are a list or a dict of clients, four arrays"):
+    with pytest.raises(UserError, match=r"'my_data:nothing': returns int; allowed are a list or a dict of clients"):
         experiment.run_experiment(wrong, importable / "wrong-run")

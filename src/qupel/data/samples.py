@@ -107,13 +107,11 @@ class Arrays:
         if isinstance(rows, slice):
             given = () if self.weights is None else (self.weights[rows],)
             return Batch(over(lambda leaf: leaf[rows], self.inputs), over(lambda leaf: leaf[rows], self.targets), given)
-        index = torch.as_tensor(rows, dtype=torch.int64)
-        index = index.to(leaves(self.inputs)[0].device)
-        if isinstance(self.inputs, Tensor) and isinstance(
-            self.targets, Tensor
-        ):  # index_select: 10x faster than [index]
+        if isinstance(self.inputs, Tensor) and isinstance(self.targets, Tensor):  # index_select: 10x as fast as [index]
+            index = torch.as_tensor(rows).to(self.inputs.device)
             inputs, targets = self.inputs.index_select(0, index), self.targets.index_select(0, index)
         else:
+            index = torch.as_tensor(rows).to(leaves(self.inputs)[0].device)
             inputs = over(lambda leaf: leaf.index_select(0, index), self.inputs)
             targets = over(lambda leaf: leaf.index_select(0, index), self.targets)
         return Batch(inputs, targets, () if self.weights is None else (self.weights.index_select(0, index),))
