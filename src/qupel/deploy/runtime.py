@@ -62,4 +62,5 @@ def _leave_packed(owner: nn.Module, layers: Mapping[str, Layer]) -> None:
     if isinstance(owner, nn.RNNBase):
         del owner.__dict__["_flat_weights"]
         made["_flat_weights"] = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
+        made["_update_flat_weights"] = lambda self: None
     owner.__class__ = type(type(owner).__name__, (type(owner),), made)
