@@ -37,6 +37,7 @@ from qupel.deploy.formats import exporter
 from qupel.deploy.pack import pack
 from qupel.deploy.packed import Layer, Packed, Rest, pack_model
 from qupel.deploy.sessions import KEY, library, read_about, session
+from qupel.deploy.tidy import tidy
 from qupel.util.errors import UserError
 
 __all__ = ["KEY", "export_onnx", "library", "read_about", "session"]
@@ -163,7 +164,7 @@ def _trace(module: nn.Module, about: About, quantized: dict[str, list[str]]) -> 
         thing.doc_string = ""
         del thing.metadata_props[:]
     kept = {name for name, _ in module.named_parameters()} | {*about.input_names, "output"}
-    _shorten(model.graph, kept | weights)
+    tidy(model.graph, kept | weights)
     return model
 
 
@@ -178,32 +179,6 @@ def _as_inputs(graph: Any, quantized: dict[str, list[str]]) -> set[str]:
         held[0].name, held[0].const_value = name, None
         graph.inputs.append(held[0])
     return set(quantized)
-
-
-_DEFAULTS: dict[str, Any] = {"auto_pad": b"NOTSET", "group": 1, "strides": {1}, "dilations": {1}, "pads": {0}}
-
-
-def _shorten(graph: Any, keep: set[str]) -> None:
-    """Drop from the nodes what says nothing, and give tensors between them short names; small models feel them."""
-    helper = library("onnx").helper
-    short: dict[str, str] = {}
-    nested = any(a.HasField("g") or a.graphs for node in graph.node for a in node.attribute)  # may name our tensors
-    for name in [t.name for t in graph.initializer] + [name for node in graph.node for name in node.output]:
-        if name and name not in keep and not nested:
-            short[name] = f"v{len(short)}"
-    for tensor in graph.initializer:
-        tensor.name = short.get(tensor.name, tensor.name)
-    for node in graph.node:
-        node.name = node.doc_string = ""
-        del node.metadata_props[:]
-        node.input[:] = [short.get(name, name) for name in node.input]
-        node.output[:] = [short.get(name, name) for name in node.output]
-        if node.op_type in ("Conv", "MaxPool", "AveragePool"):
-            for attribute in list(node.attribute):
-                value = helper.get_attribute_value(attribute)
-                value = set(value) if isinstance(value, list) else value
-                if value == _DEFAULTS.get(attribute.name):
-                    node.attribute.remove(attribute)
 
 
 def _describe(model: Any, about: About) -> None:
@@ -344,7 +319,11 @@ def _verify(content: bytes, model: Any, packed: Packed, module: nn.Module) -> No
     running = session(content)
     for batch in (1, 3):
         inputs, wanted = _tried(module, packed.about, batch)
-        got = running.run(None, _arrays(packed.about, inputs))[0]
+        try:
+            got = running.run(None, _arrays(packed.about, inputs))[0]
+        except Exception as error:  # of the runtime's own, unexported kinds
+            said = str(error).splitlines()[0][:120]
+            raise UserError(f"the exported graph does not take {batch} inputs at a time: {said}") from error
         error = np.abs(got - wanted).max() if got.shape == wanted.shape else math.inf
         if not error <= _TOLERANCE * max(1.0, float(np.abs(wanted).max())):
             raise UserError(

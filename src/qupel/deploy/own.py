@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
@@ -41,18 +39,10 @@ class Allowed:
 NOTHING = Allowed()
 
 
-@contextmanager
-def modules_here() -> Iterator[None]:
+def modules_here() -> None:
     """Modules of one's own may stand in the folder where one works."""
-    here = str(Path.cwd())
-    known = here in sys.path
-    if not known:
+    if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
-    try:
-        yield
-    finally:
-        if not known:
-            sys.path.remove(here)
 
 
 def facts(name: str, args: dict[str, Any]) -> dict[str, Any]:

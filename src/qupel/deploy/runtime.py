@@ -37,8 +37,8 @@ def keep_packed(packed: Packed, module: nn.Module | None = None, allowed: Allowe
             if name in layers:
                 left[key] = layers[name]
             else:
-                value = nn.Parameter(torch.tensor(packed.rest[name]).to(p.dtype), requires_grad=False)
-                setattr(owner, key, value)  # an LSTM keeps a list of its own, too
+                value = torch.tensor(packed.rest[name]).to(p.dtype)
+                setattr(owner, key, nn.Parameter(value, requires_grad=p.requires_grad))  # an LSTM lists it, too
         if left:
             _leave_packed(owner, left)
         for key, buffer in owner._buffers.items():
@@ -58,9 +58,15 @@ def _leave_packed(owner: nn.Module, layers: Mapping[str, Layer]) -> None:
     made: dict[str, Any] = {}
     for key, layer in layers.items():
         del owner._parameters[key]
-        made[key] = property(lambda _, layer=layer: torch.from_numpy(layer.weights()))
+        made[key] = property(lambda _, layer=layer: _dense(layer))
     if isinstance(owner, nn.RNNBase):
         del owner.__dict__["_flat_weights"]
         made["_flat_weights"] = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
         made["_update_flat_weights"] = lambda self: None
     owner.__class__ = type(type(owner).__name__, (type(owner),), made)
+
+
+def _dense(layer: Layer) -> torch.Tensor:
+    """The weight, which says that it is trained, as in the dense model, where that costs nothing: how torch multiplies
+    depends on it, and with that the last bits."""
+    return torch.from_numpy(layer.weights()).requires_grad_(not torch.is_grad_enabled())

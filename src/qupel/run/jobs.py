@@ -18,7 +18,9 @@ from qupel.data import partition, sources
 from qupel.data.batches import Transform
 from qupel.deploy.about import About
 from qupel.deploy.budget import Planner, parse_size
+from qupel.deploy.feed import described
 from qupel.deploy.file import load
+from qupel.deploy.own import facts
 from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import digest
 from qupel.engine.job import Job
@@ -159,10 +161,9 @@ def describe(
     """What a client's file says about its model. test: its score, if it has one; allowed: the bytes it may have."""
     told: dict[str, Any] = {} if test is None or data.classes is None else {"test": round(test, 6)}
     told |= {} if allowed is None else {"budget": allowed}
-    name = model_name(config, cell)
     return About(
-        model=name if name in zoo.networks and not config.model.args else "",
-        input_shape=tuple(data.train.inputs.shape[1:]),
+        **facts(model_name(config, cell), config.model.args),
+        **described(Transform.of(data).apply(data.train.inputs[:1])),
         classes=data.classes or 0,
         labels=data.labels,
         mean=data.mean,
