@@ -125,9 +125,7 @@ def _chosen(run: Path, models: list[Path], clients: list[int] | None, all: bool)
     return [found[c] for c in clients or []]
 
 
-def _write(
-    packed: Packed, target: Path, to: str, rest: Literal["fp32", "fp16"], zstd: bool, allowed: Allowed
-) -> int:
+def _write(packed: Packed, target: Path, to: str, rest: Literal["fp32", "fp16"], zstd: bool, allowed: Allowed) -> int:
     from qupel.core.layout import Layout
     from qupel.deploy.file import write_packed
     from qupel.deploy.formats import write

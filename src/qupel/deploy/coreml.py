@@ -128,7 +128,9 @@ def _refuse(module: nn.Module, codebook: Codebook) -> None:
         layer = module.get_submodule(path)
         if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) or key != "weight":
             kind = type(layer).__name__
-            raise UserError(f"{slot.name}: a {kind}'s weights cannot be packed for Core ML; use ONNX, or 32 bits for it")
+            raise UserError(
+                f"{slot.name}: a {kind}'s weights cannot be packed for Core ML; use ONNX, or 32 bits for it"
+            )
     shared = len(list(module.named_parameters(remove_duplicate=False))) - len(list(module.parameters()))
     if shared and codebook.slots:
         raise UserError("tied layers cannot be packed for Core ML; use ONNX, or full precision")

@@ -45,5 +45,7 @@ def _dtype(value: Tensor) -> str:
     name = str(value.dtype).removeprefix("torch.")
     name = {"int32": "int64", "bool": "int64"}.get(name, name)
     if name not in INPUT_TYPES:
-        raise UserError(f"inputs of type {value.dtype} cannot be described in a file; allowed: {', '.join(INPUT_TYPES)}")
+        raise UserError(
+            f"inputs of type {value.dtype} cannot be described in a file; allowed: {', '.join(INPUT_TYPES)}"
+        )
     return name

@@ -101,7 +101,9 @@ def build(about: About, allowed: Allowed = NOTHING) -> nn.Module:
         raise UserError(f"the run's config names {name!r}, of an installed package; say so yourself: --model {name}")
     if about.model and about.source and not allowed.changed and source(name) != about.source:
         module = name.partition(":")[0]
-        raise UserError(f"the code of {module!r} is not what it was when the file was made; --changed takes it as it is")
+        raise UserError(
+            f"the code of {module!r} is not what it was when the file was made; --changed takes it as it is"
+        )
     return zoo.build(name, about.input_shape, about.classes or None, 0, about.args)
 
 

@@ -67,6 +67,8 @@ def _leave_packed(owner: nn.Module, layers: Mapping[str, Layer]) -> None:
 
 
 def _dense(layer: Layer) -> torch.Tensor:
-    """The weight, which says that it is trained, as in the dense model, where that costs nothing: how torch multiplies
-    depends on it, and with that the last bits."""
-    return torch.from_numpy(layer.weights()).requires_grad_(not torch.is_grad_enabled())
+    """The weight as a tensor like the dense model's, trained where that costs nothing and not made for inference only:
+    how torch multiplies depends on both, and with that the last bits."""
+    trained = not torch.is_grad_enabled()
+    with torch.inference_mode(False):
+        return torch.from_numpy(layer.weights()).requires_grad_(trained)
