@@ -158,10 +158,10 @@ class Layout:
     def left(self, chosen: Iterable[str]) -> dict[str, str]:
         """What stays full precision where these layers are quantized -> why; vectors, such as biases, last."""
         chosen, first, last = set(chosen), self.ends[:1], self.ends[-1:]
-        why = {name: "not named" for name in self.weights}
+        why = dict.fromkeys(self.weights, "not named")
         why |= dict.fromkeys(last, "the last layer") | dict.fromkeys(first, "the first layer")
         why |= dict.fromkeys(first, "the first and the last layer") if first == last else {}
-        why |= dict.fromkeys(self.others, "of no known kind of layer, not named") | self.barred
+        why |= dict.fromkeys(self.others, "of no known kind of layer, not named") | dict(self.barred)
         why |= {s.name: VECTOR for s in self.slots if len(s.shape) < 2}
         return {name: reason for name, reason in why.items() if name not in chosen}
 

@@ -29,22 +29,29 @@ _FORMATS = "packed, onnx, coreml, or module:function of your own"
 _ROWS = 200  # layers that are shown
 
 
-def _allowed(model: str | None, changed: bool, run: Path | None = None) -> Allowed:
-    """Which code a file may name: what the user says, or the config of the run that he gives."""
+def _allowed(model: str | None, changed: bool) -> Allowed:
+    """Which code a file may name: what the user says."""
     from qupel.deploy import own
-    from qupel.util.files import read_json
 
-    if model is None and run is not None and (run / "config.json").is_file():
-        name = read_json(run / "config.json").get("model", {}).get("name", "")
-        if ":" in str(name):
-            own.modules_here()
-            return own.Allowed(str(name), loose=True, changed=changed)
     if model is None:
         return own.NOTHING
     if ":" not in model:
         raise UserError(f"--model {model!r}: needed is my_module:Name")
     own.modules_here()
     return own.Allowed(model, changed=changed)
+
+
+def _allowed_by(run: Path, name: str, changed: bool) -> Allowed:
+    """... or what the config of a run says that he gives."""
+    from qupel.deploy import own
+    from qupel.util.files import read_json
+
+    if ":" not in name or not (run / "config.json").is_file():
+        return own.NOTHING
+    config = read_json(run / "config.json")
+    named = [config.get("model", {}).get("name"), *(m.get("model") for m in config.get("methods", {}).values())]
+    own.modules_here()
+    return own.Allowed(name, loose=True, changed=changed) if name in named else own.NOTHING
 
 
 def _kib(size: int) -> str:
@@ -73,7 +80,6 @@ def export(
 
     if ":" in to:
         modules_here()
-    allowed = _allowed(model, changed, run)
     ending = suffix(to) + (".zst" if zstd else "")
     if zstd and to != "packed":
         raise UserError(f"--zstd: only packed files are compressed, not {to}")
@@ -82,6 +88,7 @@ def export(
     for source in _sources(run, cell, client, all):
         packed = load(source)
         target = folder / (source.name.removesuffix(".safetensors") + ending)
+        allowed = _allowed(model, changed) if model else _allowed_by(run, packed.about.model, changed)
         size = _write(packed, target, to, rest, zstd, allowed)
         share = size / _dense_bytes(packed)
         budget = packed.about.extra.get("budget")  # travels in the file, where the client had one

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from qupel.core.codebook import Codebook
 from qupel.deploy import header
 from qupel.deploy.about import About
-from qupel.deploy.file import write_file
 from qupel.deploy.feed import Inputs, call, feed
+from qupel.deploy.file import write_file
 from qupel.deploy.formats import exporter
 from qupel.deploy.pack import pack
 from qupel.deploy.packed import Layer, Packed, Rest, pack_model
@@ -134,14 +134,14 @@ def _trace(module: nn.Module, about: About, quantized: dict[str, list[str]]) -> 
     """The module as an ONNX ModelProto with a dynamic batch, stripped of everything that only describes. Quantized
     weights are inputs of its graph, so that no optimization can fold them into something else."""
     inputs, batch = feed(about, 2), torch.export.Dim("batch")
-    named = isinstance(inputs, dict)
-    axes: Any = {name: {0: batch} for name in inputs} if named else tuple({0: batch} for _ in inputs)
+    named = inputs if isinstance(inputs, dict) else None
+    axes: Any = tuple({0: batch} for _ in inputs) if named is None else {name: {0: batch} for name in named}
     try:
         with _quiet(), torch.no_grad():
             program: Any = torch.onnx.export(
                 module,
-                () if named else tuple(inputs),
-                kwargs=inputs if named else None,
+                tuple(inputs) if named is None else (),
+                kwargs=named,
                 dynamo=True,
                 opset_version=OPSET,
                 input_names=about.input_names,
@@ -321,9 +321,9 @@ def _verify(content: bytes, model: Any, packed: Packed, module: nn.Module) -> No
         inputs, wanted = _tried(module, packed.about, batch)
         try:
             got = running.run(None, _arrays(packed.about, inputs))[0]
-        except Exception as error:  # of the runtime's own, unexported kinds
-            said = str(error).splitlines()[0][:120]
-            raise UserError(f"the exported graph does not take {batch} inputs at a time: {said}") from error
+        except Exception as e:  # of the runtime's own, unexported kinds
+            said = str(e).splitlines()[0][:120]
+            raise UserError(f"the exported graph does not take {batch} inputs at a time: {said}") from e
         error = np.abs(got - wanted).max() if got.shape == wanted.shape else math.inf
         if not error <= _TOLERANCE * max(1.0, float(np.abs(wanted).max())):
             raise UserError(

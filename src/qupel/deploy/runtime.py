@@ -7,6 +7,7 @@ numbers as the dense model, so the outputs are the same bit for bit. Time: decod
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def _leave_packed(owner: nn.Module, layers: Mapping[str, Layer]) -> None:
     made: dict[str, Any] = {}
     for key, layer in layers.items():
         del owner._parameters[key]
-        made[key] = property(lambda _, layer=layer: _dense(layer))
+        made[key] = property(partial(_dense, layer))
     if isinstance(owner, nn.RNNBase):
         del owner.__dict__["_flat_weights"]
         made["_flat_weights"] = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
@@ -66,7 +67,7 @@ def _leave_packed(owner: nn.Module, layers: Mapping[str, Layer]) -> None:
     owner.__class__ = type(type(owner).__name__, (type(owner),), made)
 
 
-def _dense(layer: Layer) -> torch.Tensor:
+def _dense(layer: Layer, owner: nn.Module) -> torch.Tensor:
     """The weight as a tensor like the dense model's, trained where that costs nothing and not made for inference only:
     how torch multiplies depends on both, and with that the last bits."""
     trained = not torch.is_grad_enabled()
