@@ -29,7 +29,8 @@ _LONGEST_VECTOR = 1 << 21  # numbers
 _SMALL = 1024  # numbers; a larger initializer is no shape
 
 _LAYERS = """Conv ConvTranspose Gemm MatMul LSTM GRU RNN MaxPool AveragePool GlobalAveragePool GlobalMaxPool LpPool
-GlobalLpPool BatchNormalization InstanceNormalization LayerNormalization GroupNormalization LpNormalization LRN Dropout"""
+GlobalLpPool BatchNormalization InstanceNormalization LayerNormalization GroupNormalization LpNormalization LRN
+Dropout"""
 _ACTIVATIONS = """Relu LeakyRelu PRelu ThresholdedRelu Elu Selu Celu Gelu Mish Sigmoid HardSigmoid HardSwish Tanh
 Softplus Softsign Softmax LogSoftmax Clip Erf"""
 _ARITHMETIC = """Add Sub Mul Div Pow Sqrt Reciprocal Exp Log Neg Abs Sign Floor Ceil Round Min Max Sum Mean Sin Cos Mod
