@@ -47,7 +47,12 @@ def _show_losses(results: Sequence[Result]) -> None:
 
 def _show_layers(results: Sequence[Result]) -> None:
     if layers := dict.fromkeys(name for r in results for name in r.get("quantized", ())):
-        out.print(f"[dim]quantized: {shown(', '.join(layers), 400)}; all else is full precision[/dim]", highlight=False)
+        told = dict.fromkeys(r["precision"] for r in results if "precision" in r) or {
+            "all else is full precision": None
+        }
+        out.print(f"[dim]quantized: {shown(', '.join(layers), 400)}[/dim]", highlight=False)
+        for text in told:
+            out.print(f"[dim]{shown(text, 2000)}[/dim]", highlight=False)
 
 
 def _show_engines(results: Sequence[Result]) -> None:

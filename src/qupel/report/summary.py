@@ -23,5 +23,6 @@ def write_summary(results: Sequence[Result], folder: Path, one: bool = False) ->
     said = "" if one else tables.sentence(rows)
     write_json(folder / "summary.json", [asdict(r) for r in rows])
     gain = "" if one else GAIN.format(first=rows[0].label)
-    texts = (tables.markdown(head, body), *map(tables.markdown_text, (note, said, gain)))
+    precision = ". ".join(dict.fromkeys(f"Quantized: {r['precision']}" for r in results if "precision" in r))
+    texts = (tables.markdown(head, body), *map(tables.markdown_text, (note, said, gain, precision)))
     write_atomic(folder / "summary.md", "\n".join(f"{text.strip()}\n" for text in texts if text))

@@ -22,6 +22,7 @@ from qupel.data.batches import Transform, batch, chunks, generator
 from qupel.data.clients import Client, pool
 from qupel.deploy import file
 from qupel.deploy.about import About
+from qupel.deploy.feed import described
 from qupel.deploy.formats import Format, suffix, write
 from qupel.deploy.pack import bits_for
 from qupel.deploy.packed import Rest, known_as
@@ -82,6 +83,12 @@ class Fit:
     def quantized(self) -> list[dict[str, int]]:
         """Each client's quantized layers and their bits; everything else is full precision."""
         return [{slot.name: bits_for(len(c)) for slot, c in codebook} for codebook in self.codebooks]
+
+    @property
+    def left(self) -> list[dict[str, str]]:
+        """Each client's parameters at full precision, and why they are."""
+        pairs = zip(self.models, self.codebooks, strict=True)
+        return [Layout.of(model).left(slot.name for slot in codebook.slots) for model, codebook in pairs]
 
     def save(self, folder: str | Path, to: Format = "packed", rest: Rest = "fp32") -> list[Path]:
         """Write every client's model and return the files.
@@ -147,7 +154,7 @@ def fit(
 ) -> Fit:
     """Train a personal model for every client and return them all.
 
-    model:    any module with Linear or Conv layers; its weights are where every client starts. It is not changed.
+    model:    any module that gives one tensor; its weights are where every client starts. It is not changed.
               Frozen parameters (requires_grad=False) stay as they are, at full precision.
     clients:  `Client`s, or tuples (train inputs, train targets[, test inputs, test targets]); a dict has their names.
     method:   a recipe or a method (`qupel methods`), "module:Name" of your own, or phases.
@@ -155,8 +162,8 @@ def fit(
               method's is the recipe's, unless one of these is given.
     bits:     for all clients or one entry each: 1 to 8, 32 for full precision, or a table layer -> bits. By default
               the method's own: 32 for FedAvg with and without tuning, 2 for all others.
-    layers:   which layers get the bits: by default every Linear and Conv weight but the first and the last.
-              `Fit.quantized` tells; fewer bits than 32 for no layer at all are refused.
+    layers:   which layers get the bits: by default all of docs/layers.md but the first and the last weight.
+              `Fit.quantized` and `Fit.left` tell; fewer bits than 32 for no layer at all are refused.
     levels:   one set of levels a layer, or scaled by each output "channel".
     standardize: float inputs by mean and deviation of the client's own training data, or of all clients' ("shared").
     loss:     a name, or (outputs, targets) -> mean loss; where samples have weights, (outputs, targets, weights); by
@@ -323,13 +330,14 @@ def _about(job: Job, module: nn.Module, label: str) -> About:
     """What the files say: enough to feed the model, and its name where it is one of ours."""
     data, shape = job.data, job.data.shape
     with torch.inference_mode():
-        outputs = call(module, job.transform_of(0).apply(data.train.read(slice(0, 1)).inputs))
+        inputs = job.transform_of(0).apply(data.train.read(slice(0, 1)).inputs)
+        outputs = call(module, inputs)
     classes = outputs.shape[1] if data.classes is not None and isinstance(outputs, Tensor) and outputs.ndim == 2 else 0
     how = "client" if job.transforms else "shared"
     told = {"standardize": how} if job.standardized else {}
     return About(
         model=known_as(module, shape, classes) if classes else "",
-        input_shape=shape,
+        **described(inputs),
         classes=classes,
         mean=data.mean,
         std=data.std,

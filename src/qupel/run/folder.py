@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from qupel.core.layout import Coverage, Layout
 from qupel.data import sources
 from qupel.deploy.budget import parse_size
 from qupel.deploy.file import save
@@ -117,6 +118,7 @@ def result_of(
     job: Job, cell: Cell, checkpoints: Checkpoints, finished: Finished, device: torch.device, files: list[int] | None
 ) -> dict[str, Any]:
     """What every run says of a cell, however it was started. files: bytes of each client's."""
+    quantized = list(dict.fromkeys(name for plan in job.plans for name in plan))
     return {
         "label": cell.label,
         "seed": cell.seed,
@@ -125,7 +127,8 @@ def result_of(
         "seconds": finished.lines[-1]["seconds"],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {**machine(), "device": device_name(device)},
-        "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
+        "quantized": quantized,
+        **({"precision": str(Coverage.of(Layout.of(job.module), quantized))} if quantized else {}),
         "engine": read_json(checkpoints.log.parent / RECORD),
         "data_note": job.data.note,
         "classes": job.data.classes,

@@ -19,7 +19,9 @@ from qupel.data import partition, sources
 from qupel.data.batches import Transform
 from qupel.deploy.about import About
 from qupel.deploy.budget import Planner, parse_size
+from qupel.deploy.feed import described
 from qupel.deploy.file import load
+from qupel.deploy.own import facts
 from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import digest
 from qupel.engine.job import Job, standardized
@@ -192,10 +194,10 @@ def describe(
     told: dict[str, Any] = {} if test is None or data.classes is None else {"test": round(test, 6)}
     told |= {} if allowed is None else {"budget": allowed}
     told |= {} if config.data.standardize == "off" else {"standardize": config.data.standardize}
-    name = model_name(config, cell)
+    example = Transform.of(data).apply(data.train.read(slice(0, 1)).inputs)
     return About(
-        model=name if name in zoo.networks and not config.model.args else "",
-        input_shape=data.shape,
+        **facts(model_name(config, cell), config.model.args),
+        **described(example),
         classes=data.classes or 0,
         labels=data.labels,
         mean=data.mean,
