@@ -213,7 +213,7 @@ class Shard:
 
     def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:
         test = chunks(arrays, EVALUATION_BATCH, self.job.transform)
-        return self.judge_of(client).score(x, self.job.calibration(client), test)
+        return self.judge_of(client).score(x, self.job.calibration(client), test, self.job.name(client))
 
     def save(self, folder: Path, name: str) -> None:
         snapshot(self.store, folder, name)

@@ -45,8 +45,7 @@ from qupel.run.jobs import Cell, is_dense
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge
 from qupel.tasks.losses import losses
-from qupel.tasks.metrics import Metric
-from qupel.tasks.metrics import metrics as known_metrics
+from qupel.tasks.metrics import Metric, chosen
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_sealed
@@ -85,7 +84,7 @@ class Fit:
 
     @property
     def test(self) -> list[float]:
-        """Each client's test score at the end: accuracy for labels, else the loss."""
+        """Each client's test score at the end: what it is judged by, else accuracy for labels, else the loss."""
         return list(self.metrics[-1]["clients"]["test"])
 
     @property
@@ -138,6 +137,7 @@ def fit(
     batch: int = 20,
     loss: Loss | str | None = None,
     metrics: Sequence[str] | Mapping[str, Metric] = (),
+    judge_by: str | None = None,
     settings: Settings | None = None,
     layers: Sequence[str] | None = None,
     levels: Literal["layer", "channel"] = "layer",
@@ -167,7 +167,8 @@ def fit(
     levels:   one set of levels a layer, or scaled by each output "channel".
     loss:     a name, or (outputs, targets) -> mean loss; by default cross entropy for int targets, mean squared error
               for float ones.
-    metrics:  names, or name -> (outputs, targets) -> number, beside loss and accuracy.
+    metrics:  names, or name -> (outputs, targets) -> number or a torchmetrics object, beside loss and accuracy.
+    judge_by: what a client's score is: one of the metrics, "accuracy" or "loss"; by default accuracy for int targets.
     evaluate_sample: share of the clients that are judged on the way; at the end of a phase all are.
     diagnostics: measure what the theorems speak of at every evaluation (docs/theory.md).
     vectorize: clients trained in stacks: "on", "off", or "auto", where a quick look says that it pays.
@@ -197,7 +198,8 @@ def fit(
         transform=Transform.of(data),
         names=[p.name or f"client {i}" for i, p in enumerate(people)],
         diagnostics=None if diagnostics == "off" else Diagnostics(diagnostics),
-        metrics=metrics if isinstance(metrics, Mapping) else {name: known_metrics[name] for name in metrics},
+        metrics=chosen(metrics, judge_by),
+        judge_by=judge_by or "",
     )
     job = job.with_phases(_phases(method, quantizer, server, settings or Settings(), rounds, job))
     asked = _own_bits(method, job.phases) if bits is None else bits

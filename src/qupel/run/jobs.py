@@ -29,7 +29,6 @@ from qupel.run.config import Config, MethodConfig
 from qupel.run.recipes import Length, compose, find
 from qupel.tasks import zoo
 from qupel.tasks.losses import losses
-from qupel.tasks.metrics import metrics
 from qupel.util.errors import UserError
 
 SHARED = ("seed", "data", "split", "model", "task", "local_steps", "batch", "sample", "weighted")
@@ -132,7 +131,8 @@ def assemble(
         upload_bound=config.upload_bound,
         transform=Transform.of(data, augment=config.data.augment),
         diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
-        metrics={name: metrics[name] for name in config.task.metrics},
+        metrics=config.task.asked(),
+        judge_by=config.task.judge_by or "",
     )
     return job.with_phases(build_phases(method, config.rounds, job, cell.label))
 
