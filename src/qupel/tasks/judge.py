@@ -133,7 +133,7 @@ class Asked:
             try:
                 found |= numbers(name, given)
             except (TypeError, ValueError, RuntimeError):
-                what = f"{type(given).__name__} {repr(given)[:60]}"
+                what = f"{type(given).__name__} {' '.join(repr(given).split())[:60]}"
                 raise UserError(f"metric {name!r}, {self.who}: a number is needed, not {what}") from None
         return found
 

@@ -99,9 +99,10 @@ def _number(value: Any) -> float:
 
 
 def has_labels(outputs: Any, targets: Any) -> bool:
-    """Whether targets are class labels (n, ...) of outputs (n, C, ...)."""
-    both = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
-    return both and targets.dtype == torch.int64 and outputs.ndim == targets.ndim + 1
+    """Whether targets are class labels (n, ...) of outputs (n, C, ...), C > 1."""
+    if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        return False
+    return targets.dtype == torch.int64 and outputs.ndim == targets.ndim + 1 and outputs.shape[1] > 1
 
 
 def by_label(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
