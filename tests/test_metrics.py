@@ -191,6 +191,23 @@ def test_torchmetrics_objects_and_classes():
     assert digest() == digest()
 
 
+def test_torchmetrics_judges_one_client_at_a_time_on_ranks(tmp_path):
+    """In a group of processes it would wait for the others' states at compute()."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        given = torchmetrics.MetricCollection([torchmetrics.classification.MulticlassF1Score(4)])
+        gathered = []
+        for metric in given.values():
+            metric.dist_sync_fn = lambda state, group: gathered.append(state) or [state]
+        score, _, _ = judged({"some": given})
+        assert list(score.more) == ["some.MulticlassF1Score"]
+        assert gathered == []
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_every_failing_metric_is_one_line_that_names_it_and_the_client():
     def raises(outputs, targets):
         raise KeyError("lost\nmore")

@@ -57,11 +57,7 @@ class Judge:
         self.layout = Layout.of(self.module)
         self.loss = loss
         self.functions = {name: metric for name, metric in metrics.items() if not is_streaming(metric)}
-        self.streams: dict[str, Any] = {
-            name: metric() if isinstance(metric, type) else copy.deepcopy(metric)  # states are ours alone
-            for name, metric in metrics.items()
-            if is_streaming(metric)
-        }
+        self.streams = {name: _stream(metric) for name, metric in metrics.items() if is_streaming(metric)}
         self.names = tuple(metrics)
         self.norms = [m for m in self.module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
@@ -103,6 +99,20 @@ class Judge:
             if is_finite(outputs):
                 raise
             return float("nan")
+
+
+def _stream(metric: Metric) -> Any:
+    """A metric whose state is ours alone: the user's object is not touched, and torchmetrics, which would add up the
+    states of all ranks, judges one client at a time."""
+    made = metric() if isinstance(metric, type) else copy.deepcopy(metric)
+    for part in made.modules() if isinstance(made, nn.Module) else ():
+        if hasattr(part, "distributed_available_fn"):
+            part.distributed_available_fn = _never  # type: ignore[assignment]
+    return made
+
+
+def _never() -> bool:
+    return False
 
 
 class Asked:
