@@ -162,6 +162,7 @@ CHANGES = {
     "networks": {"wide": wide_mlp()},
     "network": ("", "", "", ""),
     "metrics": {"top5": top5},
+    "judge_by": "loss",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from qupel.core.layout import Layout
-from qupel.data.batches import batch
+from qupel.data.batches import batch, chunks, generator
 from qupel.data.partition import Part
 from qupel.data.samples import Arrays, Samples
 from qupel.data.sources import kind_in_words
 from qupel.engine.job import Job
 from qupel.parts.methods.base import any_network, methods
+from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge, value
 from qupel.tasks.task import Diverged, ModuleTask, Tree, call
 from qupel.tasks.trees import leaves
 from qupel.util.errors import UserError
@@ -31,6 +33,7 @@ def check_trainable(job: Job) -> None:
     for client, plan in enumerate(job.plans):
         for name in plan:
             layouts[job.network_of(client)][name]
+    _check_metrics(job)
 
 
 def network(job: Job, name: str) -> nn.Module:
@@ -46,6 +49,19 @@ def _check_networks(job: Job) -> None:
             raise UserError(
                 f"{why}, but {job.name(strangers[0])} has another network; methods that take any: {', '.join(able)}"
             )
+
+
+def _check_metrics(job: Job) -> None:
+    """Every metric is tried on some test data of the first client that has any, with the model it begins with."""
+    tested = next((i for i, part in enumerate(job.parts) if len(part.test_rows)), None)
+    if not job.metrics or tested is None:
+        return
+    rows = generator(job.seed, "try metrics").permutation(job.parts[tested].test_rows)[:CALIBRATION_SAMPLES]
+    part = replace(job.parts[tested], test_rows=np.sort(rows))
+    some = chunks(part.test(job.data), EVALUATION_BATCH, job.transform_of(tested))
+    module = network(job, job.network_of(tested))
+    score = Judge(module, job.loss, job.metrics).score(Layout.of(module).flatten(module), [], some, job.name(tested))
+    value(score, job.judge_by)
 
 
 def _check_network(job: Job, module: nn.Module) -> Layout:

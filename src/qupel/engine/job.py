@@ -26,6 +26,8 @@ from qupel.tasks.metrics import Metric
 from qupel.tasks.task import Batch, Loss, Task
 from qupel.util.errors import UserError
 
+TAKEN = frozenset({"test", "bits", "bytes", "number", "count", "loss"})  # names in lines of metrics
+
 
 class Diagnostics(Protocol):
     """Looks at clients while they are judged, and tells it in the metrics (`paper.diagnostics`). It changes nothing."""
@@ -92,6 +94,7 @@ class Job:
     networks: Mapping[str, nn.Module] = field(default_factory=dict)
     network: Sequence[str] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # beside loss and accuracy
+    judge_by: str = ""  # what the score of a client is: a metric, "accuracy" or "loss"; accuracy where there are labels
     stacked: bool = False  # clients of a process are trained in stacks (`engine.stack`), not one by one
 
     def __post_init__(self) -> None:
@@ -103,6 +106,11 @@ class Job:
         if self.network and (len(self.network) != len(self.parts) or not set(self.network) <= {"", *self.networks}):
             known = ", ".join(map(repr, ("", *self.networks)))
             raise UserError(f"network: one name a client is needed, of {known}; not {list(self.network)}")
+        if taken := TAKEN & set(self.metrics):
+            raise UserError(f"a metric cannot be called {sorted(taken)[0]!r}: lines of metrics have another under it")
+        if self.judge_by not in {"", "accuracy", "loss", *self.metrics}:
+            known = ", ".join(("accuracy", "loss", *self.metrics))
+            raise UserError(f"judge_by = {self.judge_by!r} is none of the metrics; allowed: {known}")
         for i, part in enumerate(self.parts):
             if len(part.train_rows) == 0:
                 raise UserError(f"{self.name(i)} has no training data")

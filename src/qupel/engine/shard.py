@@ -218,7 +218,7 @@ class Shard:
     def _score(self, client: int, x: Tensor, samples: Samples) -> Score:
         test = partial(chunks, samples, EVALUATION_BATCH, self.job.transform_of(client))
         try:
-            return self.judge_of(client).score(x, self.job.calibration(client), test())
+            return self.judge_of(client).score(x, self.job.calibration(client), test(), self.job.name(client))
         except IndexError:
             for batch in test():
                 refuse_tokens(self.job, client, self._network(self.job.network_of(client)), batch.inputs)

@@ -25,7 +25,6 @@ from qupel.data.batches import generator
 from qupel.data.partition import Part
 from qupel.deploy.budget import parse_size
 from qupel.deploy.file import save
-from qupel.engine.rounds import value
 from qupel.engine.shard import Shard
 from qupel.flower import boundary
 from qupel.flower.boundary import Answer
@@ -37,7 +36,7 @@ from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
 from qupel.parts.base import Rows, Upload, vector
 from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, TaskConfig, explain
 from qupel.run.jobs import Cell, build_job, data_of, describe, split_data
-from qupel.tasks.judge import Score
+from qupel.tasks.judge import Score, value
 from qupel.util.errors import UserError
 from qupel.util.registry import imports_limited_to
 

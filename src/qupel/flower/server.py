@@ -291,7 +291,7 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
 
 def check_told(config: Config) -> None:
     """Clients tell a closed list of things: what a run needs beyond it cannot be had."""
-    for key, wanted in (("task.metrics", config.task.metrics), ("diagnostics", config.diagnostics != "off")):
+    for key, wanted in (("task.metrics", config.task.asked()), ("diagnostics", config.diagnostics != "off")):
         if wanted:
             raise UserError(f"{key}: clients on Flower tell their losses and accuracies only; leave it out")
     if config.data.standardize == "shared":

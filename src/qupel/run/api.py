@@ -46,8 +46,7 @@ from qupel.run.jobs import Cell, is_dense, loss_for
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge
 from qupel.tasks.losses import losses
-from qupel.tasks.metrics import Metric
-from qupel.tasks.metrics import metrics as known_metrics
+from qupel.tasks.metrics import Metric, chosen
 from qupel.tasks.task import Batch, Loss, call
 from qupel.tasks.trees import over
 from qupel.util.errors import UserError
@@ -76,7 +75,7 @@ class Fit:
 
     @property
     def test(self) -> list[float]:
-        """Each client's test score at the end: accuracy for labels, else the loss."""
+        """Each client's test score at the end: what it is judged by, else accuracy for labels, else the loss."""
         return list(self.metrics[-1]["clients"]["test"])
 
     @property
@@ -137,6 +136,7 @@ def fit(
     batch: int = 20,
     loss: Loss | str | None = None,
     metrics: Sequence[str] | Mapping[str, Metric] = (),
+    judge_by: str | None = None,
     settings: Settings | None = None,
     layers: Sequence[str] | None = None,
     levels: Literal["layer", "channel"] = "layer",
@@ -169,7 +169,8 @@ def fit(
     loss:     a name, or (outputs, targets) -> mean loss; where samples have weights, (outputs, targets, weights); by
               default cross entropy for int targets, mean squared error
               for float ones.
-    metrics:  names, or name -> (outputs, targets) -> number, beside loss and accuracy.
+    metrics:  names, or name -> (outputs, targets) -> number or a torchmetrics object, beside loss and accuracy.
+    judge_by: what a client's score is: one of the metrics, "accuracy" or "loss"; by default accuracy for int targets.
     evaluate_sample: share of the clients that are judged on the way; at the end of a phase all are.
     diagnostics: measure what the theorems speak of at every evaluation (docs/theory.md).
     vectorize: clients trained in stacks: "on", "off", or "auto", where a quick look says that it pays.
@@ -196,7 +197,8 @@ def fit(
         transform=Transform.of(data),
         names=data.owners,
         diagnostics=None if diagnostics == "off" else Diagnostics(diagnostics),
-        metrics=metrics if isinstance(metrics, Mapping) else {name: known_metrics[name] for name in metrics},
+        metrics=chosen(metrics, judge_by),
+        judge_by=judge_by or "",
     )
     job = standardized(job, standardize)
     job = job.with_phases(_phases(method, quantizer, server, settings or Settings(), rounds, job))

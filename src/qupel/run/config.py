@@ -31,7 +31,7 @@ from qupel.parts.phase import Phase, phase_from
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks import zoo
 from qupel.tasks.losses import losses
-from qupel.tasks.metrics import metrics
+from qupel.tasks.metrics import Metric, chosen, metrics
 from qupel.util.errors import UserError
 
 _BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
@@ -82,6 +82,11 @@ class ModelConfig(Strict):
 class TaskConfig(Strict):
     loss: str | None = Field(None, description="by default cross entropy; data without class labels needs one")
     metrics: tuple[str, ...] = Field((), description="beside loss and accuracy")
+    judge_by: str | None = Field(
+        None,
+        description="a client's score: a metric, or the loss; by default accuracy where there are class labels",
+        exclude_if=lambda value: value is None,  # runs of before it was there have the same settings
+    )
 
     @field_validator("loss")
     @classmethod
@@ -96,6 +101,16 @@ class TaskConfig(Strict):
         for name in value:
             metrics[name]
         return value
+
+    @field_validator("judge_by")
+    @classmethod
+    def _known_judge(cls, value: str | None) -> str | None:
+        chosen((), value)
+        return value
+
+    def asked(self) -> dict[str, Metric]:
+        """The metrics by name, the one to judge by among them."""
+        return chosen(self.metrics, self.judge_by)
 
 
 def _phases(value: Any) -> Any:

@@ -32,7 +32,6 @@ from qupel.run.config import Config, MethodConfig
 from qupel.run.recipes import Length, compose, find
 from qupel.tasks import zoo
 from qupel.tasks.losses import losses, with_weights
-from qupel.tasks.metrics import metrics
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
 
@@ -161,7 +160,8 @@ def assemble(
         transform=Transform.of(data, augment=config.data.augment),
         names=data.owners if len(data.owners) == len(parts) else (),
         diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
-        metrics={name: metrics[name] for name in config.task.metrics},
+        metrics=config.task.asked(),
+        judge_by=config.task.judge_by or "",
     )
     job = standardized(job, config.data.standardize)
     return job.with_phases(build_phases(method, config.rounds, job, cell.label))

@@ -105,7 +105,7 @@ class Watcher:
         for note in progress.notes:
             err.print(f"round {progress.round}: {shown(note, 1000)}", highlight=False, soft_wrap=True)
         if self.live:
-            seen = f"  {100 * line['test']:.1f} %" if line else ""
+            seen = f"  {score_text(line, 1)}" if line else ""
             loss = losses_text(progress.loss, progress.loss_quantized, 3)
             text = f"{cell.label}, seed {cell.seed}{loss}{seen}"
             self.bar.update(self.task, completed=sum(self.done.values()), description=shown(text, 46))
@@ -113,9 +113,16 @@ class Watcher:
             sent = f"  {line['upload_bytes'] / 1e6:.2f} MB sent per client" if line["upload_bytes"] else ""
             head = f"{shown(cell.label)}, seed {cell.seed}: round {progress.round}/{progress.rounds}"
             loss = losses_text(line.get("train_loss", math.nan), line.get("train_loss_quantized", math.nan))
-            out.print(f"{head}{loss}  test {100 * line['test']:.2f} %{sent}", highlight=False)
+            out.print(f"{head}{loss}  test {score_text(line, 2)}{sent}", highlight=False)
         if line and progress.round == progress.rounds and line.get("never_took_part"):
             err.print(f"{shown(cell.label)}, seed {cell.seed}: {never_text(line)}", highlight=False)
+
+
+def score_text(line: dict[str, Any], digits: int) -> str:
+    """The mean score of a line of metrics: a share in percent, a loss or another number as it is."""
+    score, told = line.get("test", math.nan), line.get("over_clients", {}).get("test")
+    percent = told["percent"] if told else score != line.get("test_loss")
+    return f"{100 * score:.{digits}f} %" if percent else f"{score:.4g}"
 
 
 def losses_text(x: float, quantized: float, digits: int = 4) -> str:
