@@ -3,10 +3,10 @@
 import math
 import statistics
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from qupel.parts.methods.local import Local
 from qupel.tasks.task import Evaluated, Problem
 from qupel.util.registry import REGISTRIES, Registry
 
+T, U = TypeVar("T"), TypeVar("U")
+
 # A model of 8 numbers; 1..6 are the quantized layer "q", two channels of three. f(v) = sum_k a_k (v_k - b_k)^2 / 2 -
 # everything in float64.
 LAYER = Slot("q", (2, 3), 1, 7)
@@ -30,7 +32,7 @@ W = torch.tensor([0.0, -1.0, 0.5, 0.5, 0.0, 0.0, 1.0, 0.0]).double()
 C = torch.tensor([-0.8, 0.1, 1.0]).double()
 CLOCK = Clock(7, 40, 4)  # epoch 2
 QUANTIZED = range(1, 7)
-BATCH = (torch.zeros(1), torch.zeros(1))  # the toys look at no data
+BATCH = (torch.zeros(1, 1), torch.zeros(1, 1))  # of one client or a stack; the toys look at no data
 PLAN, CHANNELS = Plan({"q": 4}), Plan({"q": 4}, channels=True)
 STILL = {"lam": Schedule(0.0), "lam_c": Schedule(0.0)}  # no prox
 S = torch.tensor([0.5, 2.0]).double()  # scales of the two channels
@@ -144,6 +146,12 @@ def exact_center(mu, xs, kappa):
 def every(registry: Registry) -> list[Any]:
     """One of each registered part, with its defaults where it has them."""
     return [next(iter(examples(entry.part))) for entry in registry.all().values()]
+
+
+def cover(firsts: Sequence[T], seconds: Sequence[U]) -> list[tuple[T, U]]:
+    """Pairs in which each of the firsts meets two of the seconds, and each of the seconds two of the firsts."""
+    ways = [(k, k + shift) for k in range(max(len(firsts), len(seconds))) for shift in (0, 1)]
+    return [(firsts[i % len(firsts)], seconds[j % len(seconds)]) for i, j in ways]
 
 
 def name(part: Any) -> str:
