@@ -1,5 +1,6 @@
 """One table for all parts: every registered method x quantizer, server and codec on a tiny federation. Nothing here
-names a part: a new file in `qupel.parts` is tested by being there."""
+names a part: a new file in `qupel.parts` is tested by being there. Every pair of them takes a round; the dearer tests
+take each method with two quantizers and each quantizer with two methods, and all the others where slow tests run."""
 
 import functools
 import itertools
@@ -30,8 +31,11 @@ from qupel.parts.servers import servers
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
 from tiny import blobs, make_job, mlp, run_inline, same, timeless, wide_mlp
+from toy import cover
 
-PAIRS = list(itertools.product(methods, quantizers))
+EVERY = list(itertools.product(methods, quantizers))
+COVER = cover(list(methods), list(quantizers))
+PAIRS = [pytest.param(*pair, marks=[] if pair in COVER else [pytest.mark.slow]) for pair in EVERY]
 WIDTHS = (1, 2, 32)
 
 
@@ -73,6 +77,17 @@ def undisturbed(method, quantizer, channels=False):
 def pool():
     with Pool(2) as workers:
         yield workers
+
+
+@pytest.mark.parametrize("method", methods)
+def test_every_pair_takes_a_round(method):
+    """In a stack of clients with 2 bits and one with 32."""
+    for quantizer in quantizers:
+        job = make_job(compose(method, quantizer, rounds=1), sizes=(8, 8, 8), bits=(2, 2, 32), stacked=True)
+        finished, models = run_inline(job)
+        assert np.isfinite(finished.lines[-1]["test_loss"]), quantizer
+        assert finished.lines[-1]["refused"] == [], quantizer
+        assert len(models) == 3
 
 
 @pytest.mark.parametrize(("method", "quantizer"), PAIRS)
@@ -138,7 +153,7 @@ def test_two_workers_equal_one(pool, method, quantizer):
 def test_killed_and_resumed_equals_undisturbed(tmp_path, method, quantizer):
     """Stopped after every round in turn, each time begun again from the folder alone; every other pair on disk."""
     job, finished, models = undisturbed(method, quantizer)
-    store = ("memory", "disk")[PAIRS.index((method, quantizer)) % 2]
+    store = ("memory", "disk")[EVERY.index((method, quantizer)) % 2]
     for _ in range(job.rounds - 1):
         with Inline(job, store=store) as engine, pytest.raises(Stopped):
             run(job, engine, checkpoints=Checkpoints(tmp_path, "same"), should_stop=lambda: True)

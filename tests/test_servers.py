@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from qupel.parts.base import Upload
 from qupel.parts.servers import Sum, add, servers
+from qupel.parts.servers.fedadagrad import FedAdagrad
 from qupel.parts.servers.fedadam import FedAdam
 from qupel.parts.servers.fedavgm import FedAvgM
+from qupel.parts.servers.fedyogi import FedYogi
 from qupel.parts.servers.mean import Mean
 from qupel.parts.servers.median import Median
 from toy import every, name
@@ -186,16 +188,23 @@ def test_a_row_nobody_sent_rolls_on_with_its_momentum():
 # --- others ---
 
 
-@pytest.mark.parametrize("kind", ["adam", "yogi"])
-def test_fedadam_by_formula(kind):
-    rate, b1, b2, tau, w = 0.05, 0.8, 0.9, 0.01, vectors(6, dtype=torch.float64)
-    after, sent = rounds(FedAdam(rate, b1, b2, tau, kind), TARGETS, w)
+SECOND = {
+    FedAdam(0.05, 0.8, 0.9, 0.01): lambda v, d: 0.9 * v + 0.1 * d**2,
+    FedYogi(0.05, 0.8, 0.9, 0.01): lambda v, d: v - 0.1 * d**2 * torch.sign(v - d**2),
+    FedAdagrad(0.05, 0.8, 0.01): lambda v, d: v + d**2,
+}
+
+
+@pytest.mark.parametrize("server", SECOND, ids=name)
+def test_adaptive_servers_by_formula(server):
+    rate, b1, tau, w = 0.05, 0.8, 0.01, vectors(6, dtype=torch.float64)
+    after, sent = rounds(server, TARGETS, w)
     m, v = torch.zeros(6).double(), torch.full((6,), tau**2).double()
     for got, out in zip(after, sent, strict=True):
         torch.testing.assert_close(out, w, rtol=1e-8, atol=1e-8)
         d = halfway(w) - w
         m = b1 * m + (1 - b1) * d
-        v = b2 * v + (1 - b2) * d**2 if kind == "adam" else v - (1 - b2) * d**2 * torch.sign(v - d**2)
+        v = SECOND[server](v, d)
         w = w + rate * m / (v.sqrt() + tau)
         torch.testing.assert_close(got, w, rtol=1e-8, atol=1e-8)
 
