@@ -16,6 +16,8 @@ from qupel.core.layout import Layout, Slot
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import State
 from qupel.parts.methods.local import Local
+from qupel.parts.servers import add
+from qupel.parts.servers.mean import Mean
 from qupel.tasks.task import Evaluated, Problem
 from qupel.util.registry import REGISTRIES, Registry
 
@@ -98,6 +100,37 @@ def entered(method, plan: Plan = PLAN, x=X, w=W, f: Problem = QUADRATIC):
 def stepped(method, s, f: Problem = QUADRATIC, clock: Clock = CLOCK):
     """The state after a step."""
     return method.step(s, f, BATCH, clock)[0]
+
+
+def shifted(k: int) -> Problem:
+    """The quadratic of client k, with its minimum elsewhere."""
+    return problem(lambda v: (A * (v - B - k) ** 2).sum(-1) / 2)
+
+
+def federated(method, rounds: int, steps: int, w=W, problems=None, server=Mean(), clock: Clock = CLOCK):
+    """(what is sent after each round, states that received it): the clients' quadratics and a server."""
+    problems = [shifted(k) for k in range(3)] if problems is None else problems
+    rows = method.broadcast(w.clone())
+    models = getattr(method, "models", len(rows))
+    memory = server.start(rows[:models])
+    states = [method.start(state(x=w, w=w, c=None), Plan(), p) for p in problems]
+    seen, sent = [], rows
+    for _ in range(rounds):
+        so_far, beside = None, None
+        for k, p in enumerate(problems):
+            s = method.receive(states[k], sent)
+            for step in range(steps):
+                s = stepped(method, s, p, replace(clock, step=step))
+            states[k], upload = s, method.upload(s)
+            if upload is not None:
+                so_far = server.add(so_far, upload.part(slice(models)), 1.0)
+                beside = add(beside, upload.part(slice(models, None)), 1.0)
+        if so_far is not None:
+            new, memory = server.finish(rows[:models], so_far, memory)
+            rows = (*new, *beside.mean(rows[models:]))
+        sent = (*server.send(rows[:models], memory), *rows[models:])
+        seen.append(sent)
+    return seen, [method.receive(s, sent) for s in states]
 
 
 def tensors(s: Any) -> list[Tensor]:

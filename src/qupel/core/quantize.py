@@ -172,7 +172,7 @@ def init_centers(x: Tensor, bits: int | None = None, how: str = "paper", *, leve
     quantile  the (j + 1/2)/m quantiles, j = 0..m-1
     aciq      the middles of m even cells from mean - a to mean + a, where a clips a Laplace distribution of the layer's
               deviation b = mean |x - mean| with the least squared error (Banner et al., NeurIPS 2019): 2 b exp(-a/b) =
-              2 a / (3 m^2), that is a = b W(3 m^2), W Lambert's function
+              2 a / (3 m^2), that is a = b W(3 m^2), W Lambert's function; not beyond the least and largest weight
 
     Deterministic. A constant layer gets m equal centers.
     """
@@ -213,9 +213,9 @@ def _clipped(x: Tensor, m: int) -> Tensor:
     a = math.log(3 * m**2)
     for _ in range(20):  # Newton's steps to a exp(a) = 3 m^2
         a -= (a - 3 * m**2 * math.exp(-a)) / (1 + a)
-    clip = a * (x - x.mean()).abs().mean()
-    cells = (2 * torch.arange(m, dtype=x.dtype, device=x.device) + 1 - m) / m  # their middles, within -1 and 1 (m,)
-    return x.mean() + clip * cells
+    clip, (least, most) = a * (x - x.mean()).abs().mean(), x.aminmax()
+    low, high = (x.mean() - clip).clamp(least, most), (x.mean() + clip).clamp(least, most)
+    return low + (high - low) * (torch.arange(m, dtype=x.dtype, device=x.device) + 0.5) / m
 
 
 def _signs(x: Tensor) -> Tensor:
