@@ -336,7 +336,7 @@ def test_feddyn_comes_to_the_minimum_of_the_mean():
     best = sum(a * (B + k) for k, a in enumerate(steep)) / sum(steep)
     method = FedDyn(Schedule(0.05), alpha=0.5)
     found = federated(method, 150, 6, problems=problems)[0][-1][0]
-    torch.testing.assert_close(found, best, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, best, rtol=0, atol=1e-4)
     assert (federated(FedAvg(Schedule(0.05)), 100, 6, problems=problems)[0][-1][0] - best).abs().max() > 0.01
 
 

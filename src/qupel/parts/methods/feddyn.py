@@ -36,7 +36,8 @@ class FedDyn:
     """x ~ argmin f_i(x) - <g_i, x> + (alpha/2) |x - w|^2;  g_i <- g_i - alpha (x - w);  w <- mean x + sum mean (x - w).
 
     The sum is the server's -h/alpha, over all rounds; S of N clients taking part, a round's term counts S/N. alpha = 0:
-    the clients are FedAvg's, the server is FedAvgM's with Nesterov momentum 1. What ships is the shared w.
+    the clients are FedAvg's, the server is FedAvgM's with Nesterov momentum 1; so a server with a momentum of its own
+    overdoes it. What ships is the shared w.
     """
 
     state_type: ClassVar[type[State]] = DynState
