@@ -68,8 +68,8 @@ class PARQ:
 
 
 def affine_prox(u: Tensor, c: Tensor, r: float) -> Tensor:
-    """The proximal map of a piecewise-affine regularizer that has its kinks at the levels c, with slope 1/r between
-    flat parts. (..., n), (..., m) -> (..., n)."""
+    """The proximal map of the regularizer that has its kinks at the levels c: flat at each level, with slope 1/r around
+    the middle of two. (..., n), (..., m) -> (..., n)."""
     above = torch.searchsorted(c.contiguous(), u.contiguous())  # the first level that is not below u
     low = pick(c, (above - 1).clamp(min=0))
     high = pick(c, above.clamp(max=c.shape[-1] - 1))
