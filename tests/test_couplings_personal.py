@@ -13,6 +13,7 @@ from qupel.core.optim import SGD, Adam
 from qupel.core.schedule import Clock, Schedule
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
+from qupel.parts.layers import head, named_layers, norms
 from qupel.parts.methods import methods
 from qupel.parts.methods.apfl import APFL
 from qupel.parts.methods.fedavg import FedAvg
@@ -21,7 +22,6 @@ from qupel.parts.methods.feddyn import FedDyn
 from qupel.parts.methods.fedper import FedPer
 from qupel.parts.methods.fedrep import FedRep
 from qupel.parts.methods.l2gd import L2GD
-from qupel.parts.methods.layers import head, named_layers, norms
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.perfedavg import PerFedAvg
 from qupel.parts.phase import Phase

@@ -8,8 +8,8 @@ from qupel.core.layout import Layout, Slot
 from qupel.core.optim import SGD, Optimizer
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Info
+from qupel.parts.layers import LayersState, OwnLayers, head, merged, named_layers
 from qupel.parts.methods.base import methods
-from qupel.parts.methods.layers import LayersState, OwnLayers, head, merged, named_layers
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.tasks.task import Batch, Problem

@@ -21,12 +21,12 @@ LEAST = 1e-8  # distance between two levels
 @quantizers.register("dsq", paper="Gong, Liu, Jiang, Li, Hu, Lin, Yu, Yan, ICCV 2019")
 @dataclass(frozen=True)
 class DSQ:
-    """Q(x): the nearest of l, l + d, .., u. The gradient at Q(x) goes back through Q~ = l + d h((x - l)/d), with
-    h(z) = i + (1 + tanh(k (z - i - 1/2)) / tanh(k/2)) / 2 between i and i + 1,  k = log(2/alpha - 1).
+    """x <- x - eta1 g dQ~/dx with g = grad f at Q(x), the nearest of l, l + d, .., u;  l and u are learned through Q~.
 
-    It is x's, and l's and u's times 1/sqrt(n (m - 1)), with x's rate; l and u start at the least and largest weight.
-    alpha says how far Q~ is from the staircase: near 1 straight through within the grid, near 0 hard. The paper learns
-    it; here it follows a schedule.
+    Q~ = l + d h((x - l)/d),  h(z) = i + (1 + tanh(k (z - i - 1/2)) / tanh(k/2)) / 2 from i to i + 1,  with
+    k = log(2/alpha - 1). l and u start at the least and the largest weight; their gradients, sums over n weights, count
+    1/sqrt(n (m - 1)). alpha says how far Q~ is from the staircase: near 1 straight through within the grid, near 0
+    hard. The paper learns it; here it follows a schedule.
     """
 
     alpha: Schedule = Schedule(0.4, decay=0.99)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qupel.parts.servers.adaptive import PAPER, Adaptive
-from qupel.parts.servers.base import servers
+from qupel.parts.servers.base import Adaptive, servers
 
 
-@servers.register("fedadagrad", paper=PAPER)
+@servers.register("fedadagrad", paper="Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan, ICLR 2021")
 @dataclass(frozen=True)
 class FedAdagrad(Adaptive):
     """w <- w + rate m / (sqrt(v) + tau):  m averages D = mean - w by beta1,  v <- v + D^2."""
