@@ -64,6 +64,18 @@ def add(so_far: Sum | None, upload: Upload, share: float) -> Sum:
     return so_far
 
 
+Columns = list[list[Tensor]]  # per row of the model, what clients sent of it
+
+
+def collect(so_far: Columns | None, upload: Upload) -> Columns:
+    """One upload more, kept whole, for servers that look at all of them; a row of share 0 was not sent."""
+    sent = [True] * len(upload.rows) if upload.shares is None else (upload.shares > 0).tolist()
+    columns = [[] for _ in upload.rows] if so_far is None else so_far
+    for column, row, counts in zip(columns, upload.rows, sent, strict=True):
+        column.extend([row.clone()] if counts else [])
+    return columns
+
+
 def zeros_like(w: Rows) -> ServerState:
     return tuple(torch.zeros_like(row) for row in w)
 
