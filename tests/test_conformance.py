@@ -1,6 +1,7 @@
 """One table for all parts: every registered method x quantizer, server and codec on a tiny federation. Nothing here
 names a part: a new file in `qupel.parts` is tested by being there. Every pair of them takes a round; the dearer tests
-take each method with two quantizers and each quantizer with two methods, and all the others where slow tests run."""
+take each method with two quantizers or servers and each of these with two methods, and all the others where slow tests
+run."""
 
 import functools
 import itertools
@@ -36,6 +37,11 @@ from toy import cover
 EVERY = list(itertools.product(methods, quantizers))
 COVER = cover(list(methods), list(quantizers))
 PAIRS = [pytest.param(*pair, marks=[] if pair in COVER else [pytest.mark.slow]) for pair in EVERY]
+SERVED = cover(list(methods), list(servers))
+SERVERS = [
+    pytest.param(*pair, marks=[] if pair in SERVED else [pytest.mark.slow])
+    for pair in itertools.product(methods, servers)
+]
 WIDTHS = (1, 2, 32)
 
 
@@ -100,8 +106,7 @@ def test_it_learns(method, quantizer):
     assert last < first
 
 
-@pytest.mark.parametrize("method", methods)
-@pytest.mark.parametrize("server", servers)
+@pytest.mark.parametrize(("method", "server"), SERVERS)
 def test_every_server_takes_every_method(method, server):
     """It ends better than it began; a method with a server's rule of its own, which a second one may overdo, was so at
     some time."""
