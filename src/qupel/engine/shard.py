@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from qupel.engine.store import DiskStore, Forms, MemoryStore, Store, restore, sn
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
 from qupel.parts.base import Deployed, Info, Rows, State, Upload
-from qupel.parts.methods.base import keeps_state, state_of
+from qupel.parts.methods.base import adapted, keeps_state, state_of
 from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
 from qupel.tasks.task import Batch, Diverged, ModuleTask, Problem, Task, Value
 
@@ -179,7 +180,22 @@ class Shard:
     def deployed(self, client: int, round: int, w: Rows) -> Deployed:
         """The model the client would ship after `round`, w being the server's newest model."""
         phase, _ = self.job.locate(round)
-        return self.job.phases[phase].method.deployed(self.state(client, phase, w))
+        return self.job.phases[phase].method.deployed(self.final(client, round, w))
+
+    def final(self, client: int, round: int, w: Rows) -> State:
+        """The state whose model would be shipped after `round`; a method that adapts it sees the batches to come."""
+        phase, _ = self.job.locate(round)
+        method, clock = self.job.phases[phase].method, self.job.clock(round, self.job.local_steps - 1)
+        with own_randomness():
+            return adapted(
+                method, self.state(client, phase, w), self.problem(client), self._ahead(client, round), clock
+            )
+
+    def _ahead(self, client: int, round: int) -> Iterator[Batch]:
+        """The client's batches of the steps after a round."""
+        for later in count(round + 1):
+            for local, rows in enumerate(self.rows_of(client, later)):
+                yield self.batch(client, later * self.job.local_steps + local, rows)
 
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         """Judge deployed(state) of each client after `round`, w being the server's newest model."""
@@ -190,7 +206,7 @@ class Shard:
         watch = self.job.diagnostics
         made = self.job.steps_made(round) if watch is not None else {}
         for client in clients:
-            state = self.state(client, phase, w)
+            state = self.final(client, round, w)
             model = method.deployed(state)
             part, data = self.job.parts[client], self.job.data
             test = self._score(client, model.x, part.test(data))
@@ -212,8 +228,7 @@ class Shard:
         """What diagnostics look at: all of the client's training data, or the batch of its next step."""
         if mode == "full":
             return list(self.job.calibration(client, None))
-        rows = self.rows_of(client, round + 1)[0]  # (b,)
-        return [self.batch(client, (round + 1) * self.job.local_steps, rows)]
+        return [next(self._ahead(client, round))]
 
     def _score(self, client: int, x: Tensor, samples: Samples) -> Score:
         test = partial(chunks, samples, EVALUATION_BATCH, self.job.transform_of(client))
