@@ -101,10 +101,12 @@ class Transform:
         return {True: (1 / (255 * self.std), shift), False: (1 / self.std, shift)}
 
     def apply(self, inputs: Tensor, rng: np.random.Generator | None = None) -> Tensor:
-        """uint8 or float (n, C, ...) -> float32 of the same shape, images in channels_last memory order.
+        """uint8 or float (n, C, ...) -> float32 of the same shape, images in channels_last memory order; int64 is kept.
 
         Augments only when `augment` is set and a generator is given; evaluation gives none.
         """
+        if inputs.dtype == torch.int64:
+            return inputs.clone()  # tokens stay what they are
         values = inputs.to(torch.float32, copy=True)  # never a view of the data set
         affine = self._affine[inputs.dtype == torch.uint8]
         if affine is not None:

@@ -56,6 +56,8 @@ class Dataset:
     mean, std  per channel of the train images, as fractions of 255; () for float inputs, which are used as they are
     mirror     a mirrored image keeps its label (false for digits), so that augmentation may flip it
     note       what to say beside a number measured on this data
+    names      of the natural groups: group k is names[k]; () where they have none
+    unseen     groups that take no part in training: clients that join later
     """
 
     name: str
@@ -67,6 +69,8 @@ class Dataset:
     std: tuple[float, ...] = ()
     mirror: bool = True
     note: str = ""
+    names: tuple[str, ...] = ()
+    unseen: tuple[int, ...] = ()
 
 
 def identity(data: Dataset) -> str:
@@ -122,6 +126,7 @@ _IMAGES = {
 Folder = str | os.PathLike[str] | None
 datasets: Registry[Callable[..., Dataset]] = Registry("data set")
 NPZ = "PATH.npz"  # stands in lists for the user's own file
+LEAF = "leaf:"  # before the folder of LEAF's files
 
 
 def load(name: str, folder: Folder = None, limit: int | None = None) -> Dataset:
@@ -135,6 +140,8 @@ def load(name: str, folder: Folder = None, limit: int | None = None) -> Dataset:
         raise UserError(f"limit {limit}: at least 1")
     if name.endswith(".npz"):
         return _first(from_npz(name), limit)
+    if name.startswith(LEAF):
+        return replace(datasets["leaf"](name.removeprefix(LEAF), limit), name=name)
     if is_known(name):
         return datasets[_key(name)](folder, limit)
     if ":" not in name:
@@ -156,7 +163,7 @@ def is_known(name: str) -> bool:
 def _key(name: str) -> str:
     """CIFAR-10, cifar_10 -> cifar10; fashion-mnist, FashionMNIST -> fashion_mnist."""
     squeezed = name.lower().replace("-", "").replace("_", "")
-    return next((known for known in _IMAGES if known.replace("_", "") == squeezed), squeezed)
+    return next((known for known in datasets if known.replace("_", "") == squeezed), squeezed)
 
 
 def _first(dataset: Dataset, limit: int | None) -> Dataset:

@@ -73,10 +73,18 @@ def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partiti
         if train.groups is None:
             raise UserError(f"split.kind = 'groups' needs a group column, which {data.name} has not")
         parts = partition.by_group(train.groups, test.groups, seed=seed)
+        parts = [part for part in parts if int(train.groups[part.train_rows[0]]) not in data.unseen]
     else:
         clients = 1 if s.kind == "one" else s.clients
         parts = partition.iid(len(train), len(test), clients, seed, s.train_per_client, s.test_per_client)
     return partition.hold_out(parts, s.validation, seed, train.targets) if s.validation else parts
+
+
+def client_names(config: Config, data: sources.Dataset, parts: Sequence[partition.Part]) -> list[str]:
+    """Those of the natural groups, where clients are groups with names."""
+    if config.split.kind != "groups" or not data.names or data.train.groups is None:
+        return []
+    return [data.names[int(data.train.groups[part.train_rows[0]])] for part in parts]
 
 
 def model_name(config: Config, cell: Cell) -> str:
@@ -133,6 +141,7 @@ def assemble(
         transform=Transform.of(data, augment=config.data.augment),
         diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
         metrics={name: metrics[name] for name in config.task.metrics},
+        names=client_names(config, data, parts),
     )
     return job.with_phases(build_phases(method, config.rounds, job, cell.label))
 
@@ -143,14 +152,18 @@ def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dat
     layout, layers, channels = Layout.of(module), config.model.layers, config.model.levels == "channel"
     plans: list[Plan]
     if bits == "auto":
-        planner = Planner(
-            module, layers=layers, channels=channels, about=describe(config, cell, data, "x" * 20, 0.999999, 10**9)
-        )
+        about = describe(config, cell, data, _longest(data), 0.999999, 10**9)
+        planner = Planner(module, layers=layers, channels=channels, about=about)
         plans = [plan_bits(layout, planner.fit(parse_size(text)).bits, channels=channels) for text in config.budgets()]
     else:
         each = [bits] if isinstance(bits, int) else list(bits)
         plans = [plan_bits(layout, int(b), layers, channels) for b in each]
     return [plans[i % len(plans)] for i in range(clients)]
+
+
+def _longest(data: sources.Dataset) -> str:
+    """A name as long as any client's may be."""
+    return "x" * max([20, *(len(name.encode()) for name in data.names)])
 
 
 def describe(
