@@ -20,7 +20,7 @@ from qupel.deploy import commands as deploy
 from qupel.flower import commands as flower
 from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
-from qupel.run import commands as lists
+from qupel.run import lists
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
     Watcher,
