@@ -15,7 +15,7 @@ COMMON = """
 bits = 2
 rounds = 10
 save_models = false
-model.name = "mlp"
+model = {name = "mlp", args = {hidden = [64, 32]}}
 [split]
 clients = 6
 train_per_client = 20
