@@ -44,6 +44,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 notebooks: $(STAMP)
+	mkdir -p notebooks
 	for script in examples/*.py; do $(BIN)/jupytext --quiet --to ipynb $$script -o notebooks/$$(basename $$script .py).ipynb; done
 
 # requirements.lock out of constraints.txt, with the hash of torch's CPU wheel (Linux, x86-64, Python 3.11) beside the others.
