@@ -1,6 +1,7 @@
 """Data sets as tensors in memory: the known image sets, the user's own `.npz` file, the user's own arrays."""
 
 import hashlib
+import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ class Dataset:
                else (): they are used as they are
     mirror     a mirrored image keeps its label (false for digits), so that augmentation may flip it
     note       what to say beside a number measured on this data
+    unseen     numbers of owners that take no part in training: clients that join later
     """
 
     name: str
@@ -46,6 +48,7 @@ class Dataset:
     mirror: bool = True
     note: str = ""
     owners: tuple[str, ...] = ()
+    unseen: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,6 +106,7 @@ _IMAGES = {
 Folder = str | os.PathLike[str] | None
 datasets: Registry[Callable[..., Dataset]] = Registry("data set")
 NPZ, FOLDER = "PATH.npz", "FOLDER/"  # stand in lists for the user's own file, or a file for each client
+LEAF = "leaf:"  # before the folder of LEAF's files
 
 
 def load(name: str, folder: Folder = None, limit: int | None = None, args: Mapping[str, Any] | None = None) -> Dataset:
@@ -111,18 +115,22 @@ def load(name: str, folder: Folder = None, limit: int | None = None, args: Mappi
 
     folder  where Parquet files are looked for: FOLDER/NAME/*.parquet or FOLDER/*.parquet; by default QUPEL_DATA
     limit   take only the first `limit` samples of each split; of data that come as clients, of each client
-    args    what a function of your own is called with
+    args    settings of a registered data set, or what a function of your own is called with
     """
     from qupel.data import own  # which makes data sets of what it finds
 
+    given = dict(args or {})
+
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit}: at least 1")
-    if args and ":" not in name:
-        raise UserError(f'data.args are for a function of your own, "module:function", not for {name!r}')
+    if name.startswith(LEAF):
+        return replace(_registered("leaf", name.removeprefix(LEAF), limit, given), name=name)
+    if is_known(name):
+        return _registered(_key(name), folder, limit, given)
+    if given and ":" not in name:
+        raise UserError(f'data.args are for a data set of `qupel datasets` or for "module:function", not for {name!r}')
     if name.endswith(".npz"):
         return _first(from_npz(name), limit)
-    if is_known(name):
-        return datasets[_key(name)](folder, limit)
     if name.endswith(("/", os.sep)) or Path(name).expanduser().is_dir():
         path = Path(name).expanduser()
         if not path.is_dir():
@@ -134,6 +142,16 @@ def load(name: str, folder: Folder = None, limit: int | None = None, args: Mappi
     return _first(own.from_function(name, datasets[name], args or {}), limit)
 
 
+def _registered(name: str, folder: Folder, limit: int | None, args: dict[str, Any]) -> Dataset:
+    """args: those that the data set's function takes beside folder and limit."""
+    loader = datasets[name]
+    known = [key for key in inspect.signature(loader).parameters if key not in ("folder", "limit", "name")]
+    if unknown := [key for key in args if key not in known]:
+        allowed = f"allowed: {', '.join(known)}" if known else "it has none"
+        raise UserError(f"data.args.{unknown[0]}: unknown setting of {name}; {allowed}")
+    return loader(folder, limit, **args)
+
+
 def is_known(name: str) -> bool:
     """Whether this is the name of a data set, and not the path of a file."""
     return _key(name) in datasets
@@ -142,7 +160,7 @@ def is_known(name: str) -> bool:
 def _key(name: str) -> str:
     """CIFAR-10, cifar_10 -> cifar10; fashion-mnist, FashionMNIST -> fashion_mnist."""
     squeezed = name.lower().replace("-", "").replace("_", "")
-    return next((known for known in _IMAGES if known.replace("_", "") == squeezed), squeezed)
+    return next((known for known in datasets if known.replace("_", "") == squeezed), squeezed)
 
 
 def _first(dataset: Dataset, limit: int | None) -> Dataset:

@@ -47,8 +47,8 @@ class Strict(BaseModel):
 
 class DataConfig(Strict):
     name: str = "digits"
-    folder: Path | None = None
-    augment: bool = False
+    folder: Path | None = Field(None, description="where its files are; else that of `--data` or `QUPEL_DATA`")
+    augment: bool = Field(False, description="images are flipped and cropped at random")
     limit: int | None = Field(None, ge=1, description="use only the first samples of each split")
     args: dict[str, Any] = Field({}, description='what a function of your own, "module:function", is called with')
     standardize: Literal["off", "client", "shared"] = Field(
@@ -58,7 +58,7 @@ class DataConfig(Strict):
 
 class SplitConfig(Strict):
     kind: Literal["classes", "dirichlet", "iid", "groups", "one"] = "classes"
-    clients: int = Field(20, ge=1)
+    clients: int = Field(20, ge=1, description="how many; groups: as many as there are")
     classes: int = Field(4, ge=1, description="classes a client, kind = classes")
     alpha: float = Field(0.5, gt=0, description="kind = dirichlet")
     train_per_client: int | None = Field(None, ge=1)
@@ -138,11 +138,11 @@ class MethodConfig(Settings):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    recipe: str | None = None
+    recipe: str | None = Field(None, description="a name of `qupel methods`; its settings stand beside it")
     method: Part = Field(None, description="one method for all rounds, in place of a recipe")
     quantizer: Part = Field(None, description="of that method")
     server: Part = Field(None, description="how uploads become the next w, of that method")
-    phases: Phases | None = None
+    phases: Phases | None = Field(None, description="methods one after another, each for some rounds")
     bits: Bits | tuple[Bits, ...] | None = Field(None, description="in place of the run's bits")
     model: str | None = Field(None, description="in place of the run's model.name")
 
@@ -189,12 +189,12 @@ class Config(Strict):
         (2, 3), description="per client, repeated as needed; 32: full precision; auto: what fits the budget"
     )
     budget: str | tuple[str, ...] | None = Field(None, description='bytes a client\'s file may have, e.g. "24 KiB"')
-    rounds: int = Field(30, ge=1)
+    rounds: int = Field(30, ge=1, description="of local_steps steps each")
     local_steps: int = Field(10, ge=1, description="tau, the steps between two synchronizations")
-    batch: int = Field(20, ge=1)
+    batch: int = Field(20, ge=1, description="samples a step")
     sample: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
     weighted: bool = Field(False, description="server mean weighted by training samples")
-    evaluate_every: int = Field(10, ge=1)
+    evaluate_every: int = Field(10, ge=1, description="rounds; the last of a phase is always evaluated")
     evaluate_sample: float = Field(1.0, gt=0, le=1, description="share of the clients judged; at a phase's end all")
     checkpoint_every: int = Field(0, ge=0, description="rounds; 0: with every evaluation")
     keep_checkpoints: int = Field(3, ge=1, description="the newest so many, to fall back on")

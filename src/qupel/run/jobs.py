@@ -73,7 +73,7 @@ def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partiti
     """Who gets what. Data that come as clients are their own federation, unless they are to be dealt out anew."""
     s, train, test = config.split, data.train, data.test
     labels, held = train.labels, test.labels
-    if data.owners and s.kind in {"classes", "groups"}:
+    if is_natural(config, data):
         parts = partition.by_owner(data)
     elif s.kind in {"classes", "dirichlet"}:
         if labels is None or held is None:
@@ -91,6 +91,18 @@ def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partiti
         clients = 1 if s.kind == "one" else s.clients
         parts = partition.iid(len(train), len(test), clients, seed, s.train_per_client, s.test_per_client)
     return partition.hold_out(parts, s.validation, seed, labels) if s.validation else parts
+
+
+def is_natural(config: Config, data: sources.Dataset) -> bool:
+    """Whether the owners of the samples are the clients."""
+    return bool(data.owners) and config.split.kind in {"classes", "groups"}
+
+
+def client_names(config: Config, data: sources.Dataset, parts: Sequence[partition.Part]) -> list[str]:
+    """The owners', where they are the clients."""
+    if not is_natural(config, data) or data.train.groups is None:
+        return []
+    return [data.owners[int(data.train.groups[part.train_rows[0]])] for part in parts]
 
 
 def model_name(config: Config, cell: Cell) -> str:
@@ -158,7 +170,7 @@ def assemble(
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
         upload_bound=config.upload_bound,
         transform=Transform.of(data, augment=config.data.augment),
-        names=data.owners if len(data.owners) == len(parts) else (),
+        names=client_names(config, data, parts),
         diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
         metrics=config.task.asked(),
         judge_by=config.task.judge_by or "",
@@ -177,14 +189,18 @@ def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dat
     layout, layers, channels = Layout.of(module), config.model.layers, config.model.levels == "channel"
     plans: list[Plan]
     if bits == "auto":
-        planner = Planner(
-            module, layers=layers, channels=channels, about=describe(config, cell, data, "x" * 20, 0.999999, 10**9)
-        )
+        about = describe(config, cell, data, _longest(data), 0.999999, 10**9)
+        planner = Planner(module, layers=layers, channels=channels, about=about)
         plans = [plan_bits(layout, planner.fit(parse_size(text)).bits, channels=channels) for text in config.budgets()]
     else:
         each = [bits] if isinstance(bits, int) else list(bits)
         plans = [plan_bits(layout, int(b), layers, channels) for b in each]
     return [plans[i % len(plans)] for i in range(clients)]
+
+
+def _longest(data: sources.Dataset) -> str:
+    """A name as long as any client's may be."""
+    return "x" * max([20, *(len(name.encode()) for name in data.owners)])
 
 
 def describe(
