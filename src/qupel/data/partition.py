@@ -322,6 +322,17 @@ def hold_out(parts: Sequence[Part], fraction: float, seed: int, targets: Values)
     return result
 
 
+def leave_out(parts: Sequence[Part], unseen: float, seed: int) -> tuple[list[Part], list[Part]]:
+    """(clients that train, clients that join later), in their order. unseen: a share below 1, or how many; they are
+    drawn at random."""
+    count = round(unseen * len(parts)) if unseen < 1 else int(unseen)
+    if not 1 <= count < len(parts):
+        allowed = f"1 to {len(parts) - 1}" if len(parts) > 1 else "none"
+        raise UserError(f"unseen = {unseen:g} is {count} of {len(parts)} clients; allowed are {allowed}")
+    later = set(generator(seed, "unseen").permutation(len(parts))[:count].tolist())
+    return [p for i, p in enumerate(parts) if i not in later], [p for i, p in enumerate(parts) if i in later]
+
+
 def table(parts: Sequence[Part], targets: Values, classes: int) -> np.ndarray:
     """How many train rows of each class each client has, int64 (clients, classes)."""
     labels = _labels("targets", targets)

@@ -60,6 +60,19 @@ def load_data(name: str, folder: Path | None, limit: int | None) -> sources.Data
 
 
 def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
+    """The clients that train."""
+    return split_clients(config, data, seed)[0]
+
+
+def split_clients(
+    config: Config, data: sources.Dataset, seed: int
+) -> tuple[list[partition.Part], list[partition.Part]]:
+    """(clients that train, clients that join when that is over)."""
+    parts = _split(config, data, seed)
+    return partition.leave_out(parts, config.split.unseen, seed) if config.split.unseen else (parts, [])
+
+
+def _split(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
     s, train, test = config.split, data.train, data.test
     if s.kind in {"classes", "dirichlet"} and data.classes is None:
         raise UserError(f"split.kind = {s.kind!r} needs class labels, which {data.name} has not; try iid or groups")
@@ -223,6 +236,8 @@ def shared_settings(config: Config, cell: Cell) -> dict[str, Any]:
     described = json.loads(config.model_dump_json())
     found = {key: described[key] for key in SHARED if key in described}
     found["seed"] = cell.seed
+    if not config.split.unseen:  # nothing of the run depends on it
+        del found["split"]["unseen"]
     found["model"]["name"] = model_name(config, cell)
     found["local_steps"] = config.methods[cell.label].steps_per_round(config.local_steps)
     return found
