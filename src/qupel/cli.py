@@ -20,6 +20,7 @@ from qupel.deploy import commands as deploy
 from qupel.flower import commands as flower
 from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
+from qupel.run.commands import adapt
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
     Watcher,
@@ -325,6 +326,7 @@ def _list(items: dict[str, tuple[str, ...]]) -> None:
 
 
 for _command, _name in (
+    (adapt, "adapt"),
     (deploy.export, "export"),
     (deploy.inspect, "inspect"),
     (deploy.predict, "predict"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -11,6 +11,7 @@ from qupel.data.batches import generator
 from qupel.data.sources import Arrays, Dataset
 from qupel.util.errors import UserError
 
+T = TypeVar("T")
 Values = np.ndarray | Tensor | Sequence[int]
 
 
@@ -322,7 +323,7 @@ def hold_out(parts: Sequence[Part], fraction: float, seed: int, targets: Values)
     return result
 
 
-def leave_out(parts: Sequence[Part], unseen: float, seed: int) -> tuple[list[Part], list[Part]]:
+def leave_out(parts: Sequence[T], unseen: float, seed: int) -> tuple[list[T], list[T]]:
     """(clients that train, clients that join later), in their order. unseen: a share below 1, or how many; they are
     drawn at random."""
     count = round(unseen * len(parts)) if unseen < 1 else int(unseen)

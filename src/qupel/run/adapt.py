@@ -31,8 +31,7 @@ from qupel.core.layout import Layout
 from qupel.data.batches import Transform, chunks
 from qupel.data.partition import Part
 from qupel.data.sources import Arrays, Dataset
-from qupel.deploy.about import About
-from qupel.deploy.budget import Planner, parse_size
+from qupel.deploy.budget import Planner
 from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
@@ -49,7 +48,7 @@ from qupel.tasks.losses import losses
 from qupel.tasks.metrics import metrics
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
-from qupel.util.files import write_atomic
+from qupel.util.files import check_files, read_json, write_atomic
 
 FILE = "w.safetensors"
 VERSION = 1
@@ -104,23 +103,50 @@ class Origin:
             return self.w
         return self.job.phases[phase].method.broadcast(self.w[0])
 
-    def plans(self, bits: Sequence[Bits]) -> list[Plan]:
-        layout = Layout.of(self.job.module)
-        return [plan_bits(layout, b, self.layers, self.channels) for b in bits]
-
-    def plans_within(self, budgets: Sequence[str], about: About) -> list[Plan]:
-        """The widest levels that fit: errors are those of w's own layers."""
-        planner = Planner(self.filled(), layers=self.layers, channels=self.channels, about=about)
-        found = {text: planner.fit(parse_size(text)).bits for text in dict.fromkeys(budgets)}
-        return [plan_bits(planner.layout, found[text], channels=self.channels) for text in budgets]
-
     def filled(self) -> nn.Module:
         module = copy.deepcopy(self.job.module)
         Layout.of(module).load(module, self.w[0])
         return module
 
 
+def plans_for(
+    module: nn.Module,
+    bits: Sequence[Bits],
+    budgets: Sequence[int] | None,
+    layers: Sequence[str] | None,
+    channels: bool,
+) -> list[Plan]:
+    """Levels for each client: of these bits, or where there are budgets the widest that fit; by the errors of the
+    module's own layers."""
+    layout = Layout.of(module)
+    if budgets is None:
+        return [plan_bits(layout, b, layers, channels) for b in bits]
+    planner = Planner(module, layers=layers, channels=channels)
+    found = {size: planner.fit(size).bits for size in dict.fromkeys(budgets)}
+    return [plan_bits(layout, found[size], channels=channels) for size in budgets]
+
+
 # --- the file ---
+
+
+def find_origin(run: Path, cell: str | None = None) -> Path:
+    """The file of a finished run: of its only cell, or of the one that is named, by its folder or its method's label.
+    It is what the run has left, or an error."""
+    if run.is_file():
+        return run
+    if (run / FILE).is_file():  # a federation over machines
+        return run / FILE
+    found = {path.parent.name: path.parent for path in sorted(run.glob(f"cells/*/{FILE}"))}
+    done = {name: read_json(path / "result.json") for name, path in found.items() if (path / "result.json").exists()}
+    chosen = [name for name, result in done.items() if cell is None or cell in (name, result["label"])]
+    if not done:
+        raise UserError(f"{run} is no finished run that keeps its shared model (cells/*/{FILE})")
+    if len(chosen) != 1:
+        asked = "" if cell is None else f" {cell!r}"
+        raise UserError(f"{run}: one cell is needed,{asked} is {len(chosen)} of them; allowed: {', '.join(done)}")
+    folder = found[chosen[0]]
+    check_files(folder, {FILE: done[chosen[0]]["checksums"][FILE]})
+    return folder / FILE
 
 
 def write_origin(path: Path, origin: Origin) -> None:
@@ -170,8 +196,9 @@ def read_origin(path: Path, module: nn.Module | None = None, loss: Loss | str | 
             raise UserError(f"{path}: its loss is one of your own: give it, adapt(..., loss=...)")
         loss = loss or described["loss"]
         none = Arrays(torch.empty(0, *shape), torch.empty(0, dtype=torch.float32 if classes is None else torch.int64))
-        told = {key: described[key] for key in ("name", "classes", "mirror", "note")}
-        data = Dataset(train=none, test=none, **told, **{k: tuple(described[k]) for k in ("labels", "mean", "std")})
+        told: dict[str, Any] = {key: described[key] for key in ("name", "classes", "mirror", "note")}
+        told |= {key: tuple(described[key]) for key in ("labels", "mean", "std")}
+        data = Dataset(train=none, test=none, **told)
         job = Job(
             module=module,
             loss=losses[loss] if isinstance(loss, str) else loss,
@@ -187,6 +214,8 @@ def read_origin(path: Path, module: nn.Module | None = None, loss: Loss | str | 
         w = tuple(tensors[f"w{k}"] for k in range(sum(name[:1] == "w" for name in tensors)))
         names = {"model": described["model"], "args": described["args"], "loss": described["loss"]}
         return Origin(job, w, described["label"], layers, described["channels"], **names)
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
         raise UserError(f"{path} is damaged: not the shared model of a run ({e!r:.80})") from None
 
@@ -274,9 +303,7 @@ def adapt_clients(
         models = [engine.deployed(last, origin.w, i) for i in everyone]
         judge = Judge(job.module, job.loss, job.metrics)
         plain = [
-            judge.score(
-                origin.w[0], job.calibration(i), chunks(parts[i].test(own), EVALUATION_BATCH, job.transform)
-            )
+            judge.score(origin.w[0], job.calibration(i), chunks(parts[i].test(own), EVALUATION_BATCH, job.transform))
             for i in everyone
         ]
     return Adapted(job, models, judged, plain, faults, time.monotonic() - began)

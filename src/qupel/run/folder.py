@@ -211,7 +211,5 @@ def adapt_unseen(config: Config, cell: Cell, job: Job, origin: Origin, folder: P
     done: Adapted = adapt.adapt_clients(origin, job.data, parts, plans, [f"unseen {i}" for i in range(len(parts))])
     told = done.told()
     if config.save_models:
-        told["files"] = _write_models(
-            config, cell, done.job, done.models, told["test"], folder / "models", "unseen"
-        )
+        told["files"] = _write_models(config, cell, done.job, done.models, told["test"], folder / "models", "unseen")
     return told
