@@ -284,8 +284,11 @@ def adapt_clients(
     phases = list(origin.job.phases)
     if any(plans):
         phases[-1] = _quantizing(phases[-1])
-    own = replace(known, train=data.train, test=data.test)
-    job = replace(origin.job, data=own, parts=parts, plans=plans, names=names, phases=phases)
+    own, transform = replace(known, train=data.train, test=data.test), origin.job.transform
+    if data.mean and not known.mean:  # of a federation over machines: every client normalizes by its own
+        own = replace(own, mean=data.mean, std=data.std)
+        transform = replace(Transform.of(own), augment=transform.augment)
+    job = replace(origin.job, data=own, parts=parts, plans=plans, names=names, phases=phases, transform=transform)
     check_trainable(job)
     left, faults = list(range(len(parts))), {}
     with Inline(job) as engine:
