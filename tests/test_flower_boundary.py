@@ -233,7 +233,7 @@ def test_nothing_else_can_be_encoded():
 
     @dataclass(frozen=True)
     class More(boundary.Scores):
-        weights: dict = field(metadata={"rule": boundary.Rule("anything", lambda v: True)})
+        weights: dict = field(metadata={"rule": boundary.Rule("anything", lambda v: True)}, default_factory=dict)
 
     more = More(*(getattr(scores, f.name) for f in fields(scores)), {"centers": [0.1]})
     wrong = [("evaluate", False, more, b""), ("evaluate", True, scores, b""), ("train", True, update, b""),

@@ -146,9 +146,7 @@ class Hello(Answer):
     samples: int = say(COUNT, "training samples")
     shape: tuple[int, ...] = say(SHAPE, "shape of an input")
     classes: int = say(CLASSES, "classes that there are in all")
-    layout: str | None = say(
-        LAYOUT_HASH, "hash of the names and shapes of the network that the server asks about", default=None
-    )
+    layout: str | None = say(LAYOUT_HASH, "hash of the network's names and shapes", default=None)
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,7 @@ class Scores(PrivateScores):
     bytes: int = say(SIZE, "size of its model")
     bits: float = say(BITS, "mean bits of a quantized weight")
     dead: int = say(SIZE, "centers without a weight")
-    test_metrics: tuple[float | None, ...] = say(
-        METRICS, "the metrics that the job asks for, on its test data", default=()
-    )
+    test_metrics: tuple[float | None, ...] = say(METRICS, "the job's metrics on its test data", default=())
     validation_metrics: tuple[float | None, ...] = say(METRICS, "the same on its validation data", default=())
     float_test_metrics: tuple[float | None, ...] = say(METRICS, "the same before quantization", default=())
 
