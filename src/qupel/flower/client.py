@@ -16,6 +16,7 @@ import math
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -104,8 +105,9 @@ class Client:
         if "model" in header:  # before any round: whether both sides mean the same network
             with imports_limited_to(self.config.allow):
                 name = plain_name(str(header["model"]))
-                module = zoo.build(name, shape, self.data.classes, 0, dict(header["args"]))
-            layout = layout_hash(module)
+                zoo.networks[name]  # what is not allowed is refused here
+                with suppress(UserError):  # one that does not fit these data has no layout, and the server sees why
+                    layout = layout_hash(zoo.build(name, shape, self.data.classes, 0, dict(header["args"])))
         return boundary.Hello(self.config.client, samples, shape, self.data.classes, layout)
 
     def _task(self, described: Any) -> Task:
