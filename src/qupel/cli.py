@@ -21,6 +21,7 @@ from qupel.flower import commands as flower
 from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
 from qupel.run import lists
+from qupel.run.commands import adapt
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
     Watcher,
@@ -302,6 +303,7 @@ for _command, _name in (
     (lists.datasets, "datasets"),
     (lists.models, "models"),
     (lists.new, "new"),
+    (adapt, "adapt"),
     (deploy.export, "export"),
     (deploy.inspect, "inspect"),
     (deploy.predict, "predict"),

@@ -29,8 +29,11 @@ class Client:
     weights      what each training sample counts in the loss (n,); test_weights: the same of test samples, by default 1
     convert      what makes (inputs, targets) or (inputs, targets, weight) of a Dataset's item
 
-    >>> one = Client(np.zeros((8, 4), "float32"), np.zeros(8, int), name="a pump")
-    >>> two = Client({"ids": np.zeros((3, 5), int), "mask": np.ones((3, 5), bool)}, np.zeros(3, int))
+    >>> import numpy as np, qupel
+    >>> qupel.Client(np.zeros((4, 2), np.float32), np.array([0, 1, 0, 1]), name="ward 7").name
+    'ward 7'
+    >>> one = qupel.Client(np.zeros((8, 4), "float32"), np.zeros(8, int), name="a pump")
+    >>> two = qupel.Client({"ids": np.zeros((3, 5), int), "mask": np.ones((3, 5), bool)}, np.zeros(3, int))
     """
 
     train: Any
@@ -64,20 +67,35 @@ def client_of(given: Any, who: str) -> Client:
     return Client(*given)
 
 
+def is_client(given: Any) -> bool:
+    """Whether this is one client, and not several of them: a Client, a Dataset, or a tuple of arrays or of Datasets."""
+    if isinstance(given, Client) or is_dataset(given):
+        return True
+    if isinstance(given, Mapping) or not len(given):
+        return False
+    return not isinstance(given[0], Client | tuple | list)
+
+
+def people(clients: Sequence[Any] | Mapping[str, Any], what: str = "client") -> list[Client]:
+    """Clients as they come, each with a name."""
+    if isinstance(clients, Mapping):
+        pairs = [(str(key), given) for key, given in clients.items()]
+    else:
+        pairs = [(f"{what} {i}", given) for i, given in enumerate(clients)]
+    if not pairs:
+        raise UserError("clients: at least one is needed")
+    made = ((name, client_of(given, name)) for name, given in pairs)
+    return [replace(one, name=one.name or name) for name, one in made]
+
+
 def pool(clients: Sequence[Any] | Mapping[str, Any], name: str = "arrays", classes: int | None = None) -> Dataset:
     """All clients' samples as one data set, which names their owners. What is in memory is put together; what is in a
     file or a Dataset stays there."""
-    if isinstance(clients, Mapping):
-        made = [client_of(given, str(key)) for key, given in clients.items()]
-        people = [replace(one, name=one.name or str(key)) for key, one in zip(clients, made, strict=True)]
-    else:
-        people = [client_of(given, f"client {i}") for i, given in enumerate(clients)]
-    if not people:
-        raise UserError("clients: at least one is needed")
-    names = tuple(one.name or f"client {i}" for i, one in enumerate(people))
-    weighted = any(one.weights is not None for one in people)
+    everyone = people(clients)
+    names = tuple(one.name for one in everyone)
+    weighted = any(one.weights is not None for one in everyone)
     train, test = [], []
-    for who, one in zip(names, people, strict=True):
+    for who, one in zip(names, everyone, strict=True):
         train.append(
             _samples(f"{who}: train", one.train, one.train_targets, one.weights, one.convert, classes, weighted)
         )

@@ -1,4 +1,4 @@
-"""Natural federations: data whose owners are known. Every owner is a client, unless a split deals their samples out anew.
+"""Natural federations: data whose owners are known. Every owner is a client, unless a split deals samples out anew.
 
 Such a set is a list of `Owner`s that `gather` makes one data set of. Files stay where they are, in the folder of --data
 or QUPEL_DATA: FOLDER/mnist/qmnist-*, FOLDER/emg/emg.npz; `text` and `leaf` have the others.

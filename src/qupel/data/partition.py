@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -12,6 +12,7 @@ from qupel.data.samples import Samples
 from qupel.data.sources import Dataset
 from qupel.util.errors import UserError
 
+T = TypeVar("T")
 Values = np.ndarray | Tensor | Sequence[int]
 
 
@@ -330,6 +331,17 @@ def hold_out(parts: Sequence[Part], fraction: float, seed: int, targets: Values 
         validation = np.concatenate([part.validation_rows, rows[held]])
         result.append(replace(part, train_rows=np.sort(rows[~held]), validation_rows=np.sort(validation)))
     return result
+
+
+def leave_out(parts: Sequence[T], unseen: float, seed: int) -> tuple[list[T], list[T]]:
+    """(clients that train, clients that join later), in their order. unseen: a share below 1, or how many; they are
+    drawn at random."""
+    count = round(unseen * len(parts)) if unseen < 1 else int(unseen)
+    if not 1 <= count < len(parts):
+        allowed = f"1 to {len(parts) - 1}" if len(parts) > 1 else "none"
+        raise UserError(f"unseen = {unseen:g} is {count} of {len(parts)} clients; allowed are {allowed}")
+    later = set(generator(seed, "unseen").permutation(len(parts))[:count].tolist())
+    return [p for i, p in enumerate(parts) if i not in later], [p for i, p in enumerate(parts) if i in later]
 
 
 def table(parts: Sequence[Part], targets: Values, classes: int) -> np.ndarray:

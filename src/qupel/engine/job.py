@@ -77,9 +77,7 @@ class Job:
     seed: int = 0
     local_steps: int = 10  # tau
     batch: int = 50
-    epoch_steps: int = (
-        0  # of a client; 0: the steps that a client with the median number of samples needs to see each once
-    )
+    epoch_steps: float = 0  # of a client; 0: those that one with the median number of samples needs to see each once
     sample: float = 1.0  # share of the clients that take part in a round
     weighted: bool = False  # server mean weighted by training samples
     evaluate_every: int = 10  # rounds; the last round of a phase is always evaluated
@@ -174,7 +172,7 @@ class Job:
         return self.client_epoch_steps if self.participation == 1 else self.client_epoch_steps / self.participation
 
     @cached_property
-    def client_epoch_steps(self) -> int:
+    def client_epoch_steps(self) -> float:
         """Steps that a client makes in an epoch."""
         if self.epoch_steps:
             return self.epoch_steps

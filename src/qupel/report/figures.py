@@ -71,6 +71,28 @@ def comparison_picture(results: Sequence[Result], table: Sequence[Row], path: Pa
     figure.savefig(path)
 
 
+def curves_picture(lines: Sequence[dict[str, Any]], scored: str) -> Figure:
+    """One run: the mean test score of the deployed models over the rounds, beside it the training losses."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
+    left, right = figure.subplots(1, 2)
+    by = 100 if "%" in scored else 1
+    told = {"test": "what ships", "float_test": "before quantization", "validation": "on validation data"}
+    losses = {"train_loss": "f(x)", "train_loss_quantized": "f(Q(x))"}
+    for axes, names, factor in ((left, told, by), (right, losses, 1)):
+        for k, (name, label) in enumerate(names.items()):
+            points = [(line["round"], factor * line[name]) for line in lines if name in line]
+            if points:
+                axes.plot(*zip(*points, strict=True), STYLES[k], marker=MARKS[k], label=label, color=LIGHT[k])
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8)
+        _plain(axes)
+    left.set(xlabel="round", ylabel=scored, title="test data, mean over the clients")
+    right.set(xlabel="round", ylabel="loss", title="training, mean over the clients")
+    return figure
+
+
 def _curve(result: dict[str, Any], measure: Measure) -> dict[int, float]:
     told = ((line["round"], measure.of(line)) for line in result["lines"])
     return {round: value for round, value in told if value is not None}

@@ -64,6 +64,14 @@ class SplitConfig(Strict):
     train_per_client: int | None = Field(None, ge=1)
     test_per_client: int | None = Field(None, ge=1)
     validation: float = Field(0.0, ge=0, lt=1, description="share of each client's training data held out")
+    unseen: float = Field(0, ge=0, description="share of the clients, or how many, that join after training")
+
+    @field_validator("unseen")
+    @classmethod
+    def _whole(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError(f"{value}: allowed are a share below 1, or a whole number of clients")
+        return value
 
 
 class ModelConfig(Strict):

@@ -70,6 +70,25 @@ def load_data(name: str, folder: Path | None, limit: int | None, args: str = "{}
 
 
 def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
+    """The clients that train."""
+    return split_clients(config, data, seed)[0]
+
+
+def split_clients(
+    config: Config, data: sources.Dataset, seed: int
+) -> tuple[list[partition.Part], list[partition.Part]]:
+    """(clients that train, clients that join when that is over)."""
+    parts, joining = _split(config, data, seed), []
+    if is_natural(config, data) and data.unseen:
+        joining = [parts[i] for i in data.unseen]
+        parts = [part for i, part in enumerate(parts) if i not in set(data.unseen)]
+    if not config.split.unseen:
+        return parts, joining
+    parts, out = partition.leave_out(parts, config.split.unseen, seed)
+    return parts, [*joining, *out]
+
+
+def _split(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
     """Who gets what. Data that come as clients are their own federation, unless they are to be dealt out anew."""
     s, train, test = config.split, data.train, data.test
     labels, held = train.labels, test.labels
@@ -119,15 +138,17 @@ def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
     return module
 
 
+def usual_loss(data: sources.Dataset) -> str:
+    """Cross entropy for whole numbers, else the squared error."""
+    kind = data.train.kinds[1]
+    if not (isinstance(kind, tuple) and isinstance(kind[0], torch.dtype)):
+        raise UserError("loss: where a sample has several targets, give a function (outputs, targets) -> mean loss")
+    return "mse" if kind[0].is_floating_point else "cross_entropy"
+
+
 def loss_for(data: sources.Dataset, loss: Loss | None) -> Loss:
-    """The loss on this data: by default cross entropy for whole numbers, else the squared error; weighted where samples
-    are."""
-    if loss is None:
-        kind = data.train.kinds[1]
-        alone = isinstance(kind, tuple) and isinstance(kind[0], torch.dtype)
-        if not alone:
-            raise UserError("loss: where a sample has several targets, give a function (outputs, targets) -> mean loss")
-        loss = nn.functional.mse_loss if kind[0].is_floating_point else nn.functional.cross_entropy
+    """The loss on this data, by default the usual one; weighted where samples are."""
+    loss = losses[usual_loss(data)] if loss is None else loss
     weighted = len(data.train) > 0 and bool(data.train.read(slice(0, 1)).given)
     return with_weights(loss) if weighted else loss
 
@@ -274,6 +295,8 @@ def shared_settings(config: Config, cell: Cell) -> dict[str, Any]:
     described = json.loads(config.model_dump_json())
     found = {key: described[key] for key in SHARED if key in described}
     found["seed"] = cell.seed
+    if not config.split.unseen:  # nothing of the run depends on it
+        del found["split"]["unseen"]
     found["model"]["name"] = model_name(config, cell)
     found["local_steps"] = config.methods[cell.label].steps_per_round(config.local_steps)
     return found

@@ -42,7 +42,12 @@ class Length:
 
 
 class Settings(BaseModel):
-    """What recipes are made of. The defaults are what was found best on validation data (docs/results)."""
+    """What recipes are made of. The defaults are what was found best on validation data (docs/results).
+
+    >>> import qupel
+    >>> qupel.Settings(eta1=0.05, finetune=0.2).eta1
+    0.05
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

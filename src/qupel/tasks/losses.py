@@ -42,15 +42,19 @@ _REDUCED = {F.cross_entropy, F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_lo
 _REDUCED |= {mse, mae, huber, bce, F.nll_loss, F.binary_cross_entropy}
 
 
-def weighted_mean(loss: Any, outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """The mean over samples of weight x loss. Weights of 1 give the plain mean; those with a mean of 1 keep the size of
-    a step."""
+def weighted_mean(loss: Any, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The mean over samples of weight x loss. Weights of 1, or none, give the plain mean; those with a mean of 1 keep
+    the size of a step."""
+    if weights is None:
+        return loss(outputs, targets)
     each = loss(outputs, targets, reduction="none")  # (n, ...)
     return (each * weights.view(-1, *[1] * (each.ndim - 1))).mean()
 
 
 def with_weights(loss: Loss) -> Loss:
     """The form of a loss that takes (outputs, targets, weights), weights (n,)."""
+    if isinstance(loss, partial) and loss.func is weighted_mean:
+        return loss
     if loss in _REDUCED:
         return partial(weighted_mean, loss)
     try:
