@@ -274,8 +274,7 @@ def adapted_fit(
     strict: bool,
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Fit:
-    """data: of these clients, its owners. strict: a client whose steps diverge is an error, and not one that stays as it
-    was before."""
+    """data: of these clients, its owners. strict: a client whose steps diverge is an error; else it stays as it was."""
     names = list(data.owners)
     done = adapt_clients(origin, data, by_owner(data), plans, names, watch)
     if strict and done.faults:
