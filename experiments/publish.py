@@ -3,6 +3,8 @@ seed and client, from which the page can be made again.
 
     python experiments/publish.py runs/NAME [runs/OTHER ...]     the page is named after the first run
     python experiments/publish.py docs/results/NAME.json         the page (a table of the paper, too) from its numbers
+
+What `benchmarks/adaptation.py runs/NAME` measured of a run's shared model goes with it.
 """
 
 import json
@@ -11,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from qupel.paper.reproduce.publish import rewrite
-from qupel.report import figures, tables
-from qupel.report.forms import GAIN
+from qupel.report import figures, later, tables
+from qupel.report.forms import GAIN, OVER, UNSEEN
+from qupel.report.measure import told_metrics
 from qupel.report.runs import load_run
 from qupel.util.files import write_atomic
 
@@ -32,17 +35,25 @@ def section(folder: Path) -> Section:
         raise SystemExit(f"{folder}: {len(run.results)} of {run.cells} cells are done")
     cells = [compact(result) for result in run.results]
     about = {"origin": _origin(run), "note": run.note, "one_place": run.one_place}
+    if (measured := folder / "adaptation.json").exists():
+        about["adaptation"] = json.loads(measured.read_text())
     return about | {"rows": rows(cells), "cells": cells}
 
 
 def compact(result: tables.Result) -> tables.Result:
-    """What a table is made of: the curve, and at its end every client's accuracy, bits and bytes."""
+    """What a table is made of: the curve, and at its end every client's scores, bits and bytes, also of those that
+    joined later."""
     lines = [{k: _short(line[k]) for k in LINE if k in line} for line in result["lines"]]
-    if last := result["lines"][-1].get("clients"):  # none where there are many
-        lines[-1]["clients"] = {k: [_short(v) for v in last[k]] for k in ("test", "bits", "bytes")}
-    files = {"files": result["files"]} if "files" in result else {}
+    last, more = result["lines"][-1], result["lines"][-1].get("over_clients", {})
+    names = [name for name in more if name != "test"]
+    lines[-1] |= {k: _short(last[k]) for k in (f"test_{name}" for name in names) if k in last}
+    lines[-1] |= {"over_clients": _short(more)} if more else {}
+    if clients := last.get("clients"):  # none where there are many
+        told = ("test", "bits", "bytes", *(["count", *names] if names else []))
+        lines[-1]["clients"] = {k: _short(clients[k]) for k in told if k in clients}
+    rest = {k: _short(result[k]) for k in ("files", "unseen") if k in result}
     about = {"label": result["label"], "seed": result["seed"], "seconds": _short(result["seconds"])}
-    return {**about, **files, "lines": lines}
+    return {**about, **rest, "lines": lines}
 
 
 def rows(cells: list[tables.Result]) -> list[dict[str, Any]]:
@@ -73,6 +84,10 @@ def _lines(values: list[Any]) -> str:
 
 def _short(value: Any) -> Any:
     """Ten digits are enough to tell any two accuracies apart."""
+    if isinstance(value, dict):
+        return {k: _short(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_short(v) for v in value]
     return float(f"{value:.10g}") if isinstance(value, float) else value
 
 
@@ -96,8 +111,27 @@ def _table(part: Section) -> str:
     legend += ", mean ± std over seeds. " if found[0].seeds > 1 else "; one seed: no spread, no test. "
     legend += FILE if "file" in head else FLOOR
     legend += "" if part["one_place"] else f" {GAIN.format(first=found[0].label)}"
-    texts = (part["origin"], tables.markdown(head, body).strip(), said, legend, part["note"])
+    legend += f" {UNSEEN}." if "unseen" in head else ""
+    cells = part.get("cells", ())
+    texts = [part["origin"], tables.markdown(head, body).strip(), said, legend, part["note"]]
+    if cells and told_metrics(cells):
+        texts += [tables.markdown(*tables.metrics_table(cells, part["one_place"])).strip(), f"{OVER}."]
+    if any(c.get("unseen") for c in cells):
+        texts += [tables.markdown(*later.table(cells)).strip(), later.LEGEND.format(first=found[0].label)]
+    if measured := part.get("adaptation"):
+        texts.append(_adaptation(measured))
     return "\n\n".join(filter(None, texts)) + "\n"
+
+
+def _adaptation(m: dict[str, Any]) -> str:
+    """What `benchmarks/adaptation.py` measured, in words."""
+    return (
+        f"One adaptation, `{m['command']}` in a process of its own ({m['clients']} clients, one after the other, one "
+        f"thread; `{m['made_by']}`): {m['seconds']:.1f} s (median; {m['least']:.1f} to {m['most']:.1f}), of which "
+        f"{m['adapting']:.1f} s are the adapting and the rest is loading Python, torch and the data; at most "
+        f"{m['peak_MB']:.0f} MB of memory, where `import torch` alone has {m['torch_MB']:.0f}. A file has "
+        f"{m['file_bytes']:,} bytes."
+    )
 
 
 def main() -> None:
