@@ -116,8 +116,8 @@ def _table(part: Section) -> str:
     texts = [part["origin"], tables.markdown(head, body).strip(), said, legend, part["note"]]
     if cells and told_metrics(cells):
         texts += [tables.markdown(*tables.metrics_table(cells, part["one_place"])).strip(), f"{OVER}."]
-    if any(c.get("unseen") for c in cells):
-        texts += [tables.markdown(*later.table(cells)).strip(), later.LEGEND.format(first=found[0].label)]
+    if later.with_late(cells):
+        texts += [tables.markdown(*later.table(cells)).strip(), later.legend(cells)]
     if measured := part.get("adaptation"):
         texts.append(_adaptation(measured))
     return "\n\n".join(filter(None, texts)) + "\n"

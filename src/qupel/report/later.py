@@ -12,7 +12,7 @@ from qupel.report.measure import Measure, main_measure
 from qupel.report.significance import Gain, mark, over_seeds, seed_difference
 from qupel.report.tables import Result, size
 
-LEGEND = (
+_LEGEND = (
     "Clients that took no part in training. adapted: the model that each of them ships; shared: the method's shared "
     "model on them, as it is, at full precision. gain: adapted minus shared; {first} minus: its adapted models minus "
     "the method's. b/s/w: at how many clients better, the same, worse, mean over seeds."
@@ -48,12 +48,16 @@ class Late:
     first: Against | None  # the first method's adapted models minus these
 
 
+def with_late(results: Sequence[Result]) -> list[Result]:
+    """Cells that judged such clients, with their adapted models and with the shared one."""
+    return [r for r in results if any(v is not None for v in r.get("unseen", {}).get("global", ()))]
+
+
 def rows(results: Sequence[Result]) -> list[Late]:
     """One for each method whose cells have such clients."""
     m = main_measure(results)
-    told = [r for r in results if r.get("unseen")]
     found: dict[str, dict[int, Result]] = {}
-    for r in told:
+    for r in with_late(results):
         found.setdefault(r["label"], {})[r["seed"]] = r["unseen"]
     first = next(iter(found.values()), {})
     return [_row(label, cells, None if cells is first else first, m) for label, cells in found.items()]
@@ -87,6 +91,10 @@ def _against(ours: dict[int, np.ndarray], others: dict[int, np.ndarray], m: Meas
     signs = [np.sign(np.round(a - b, 9)) for a, b in pairs.values()]
     counts = [float(np.mean([(s == want).sum() for s in signs])) for want in (1, 0, -1)]
     return Against(gain or Gain(float("nan")), (counts[0], counts[1], counts[2]))
+
+
+def legend(results: Sequence[Result]) -> str:
+    return _LEGEND.format(first=with_late(results)[0]["label"])
 
 
 def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qupel.report import tables
+from qupel.report import later, tables
 from qupel.report.forms import OVER, UNSEEN, gain_text
 from qupel.report.measure import main_measure, told_metrics
 from qupel.report.tables import Result
@@ -28,5 +28,7 @@ def write_summary(results: Sequence[Result], folder: Path, one: bool = False) ->
     more = [tables.markdown(*tables.metrics_table(results, one))] if told_metrics(results) else []
     over = f"{OVER}." if more and not one else ""
     words = map(tables.markdown_text, (note, said, gain, unseen, precision))
-    texts = (tables.markdown(head, body), *words, *more, over)
+    late = later.with_late(results)
+    joined = (tables.markdown(*later.table(late)), tables.markdown_text(later.legend(late))) if late else ()
+    texts = (tables.markdown(head, body), *words, *more, over, *joined)
     write_atomic(folder / "summary.md", "\n".join(f"{text.strip()}\n" for text in texts if text))
