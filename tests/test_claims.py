@@ -30,7 +30,7 @@ from qupel.tasks.task import ModuleTask, Problem
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 TABLES = ("table1-small", "table2-small", "table3-small")
-PAGES = ("demo", "mnist_federation", "cifar10_federation", "mnist_training", "resnet20")
+PAGES = ("demo", "mnist_federation", "cifar10_federation", "mnist_training", "resnet20", "mnist_writers", "roles")
 NUMBER = re.compile(r"\d+\.\d+")
 
 _spec = importlib.util.spec_from_file_location("publish_script", ROOT / "experiments" / "publish.py")

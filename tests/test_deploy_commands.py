@@ -1,5 +1,6 @@
 """The commands for model files, on a run directory as experiments leave it."""
 
+import shutil
 import warnings
 
 import numpy as np
@@ -82,6 +83,17 @@ def test_export(run, exported, tmp_path):
     said = call("export", original, "--out", tmp_path, "--rest", "fp16")
     assert "% of 58.6 KiB" in said
     assert (tmp_path / "client-000.safetensors").stat().st_size < original.stat().st_size
+
+
+def test_clients_that_joined_later_are_exported_by_their_own_numbers(run, tmp_path):
+    models = tmp_path / "run/cells/QuPeL-s0/models"
+    shutil.copytree(run / "cells/QuPeL-s0/models", models)
+    assert "no clients joined later" in call("export", tmp_path / "run", "--unseen", "--all", code=2)
+    shutil.copy(models / "client-001.safetensors", models / "unseen-000.safetensors")
+    call("export", tmp_path / "run", "--unseen", "--all", "--out", tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["unseen-000.safetensors"]
+    call("export", tmp_path / "run", "--all", "--out", tmp_path / "others")
+    assert len(list((tmp_path / "others").glob("client-*"))) == len(list((tmp_path / "others").iterdir())) == 2
 
 
 def test_export_refusals(run, tmp_path):

@@ -66,6 +66,7 @@ def export(
     to: Annotated[str, typer.Option("--to", help=_FORMATS)] = "packed",
     client: Annotated[list[int] | None, typer.Option("--client", help="number of a client; may be repeated")] = None,
     all: Annotated[bool, typer.Option("--all", help="every client")] = False,
+    unseen: Annotated[bool, typer.Option("--unseen", help="of the clients that joined later")] = False,
     cell: Annotated[str | None, typer.Option("--cell", help="METHOD-sSEED, when the run has several")] = None,
     folder: Annotated[Path, typer.Option("--out", help="folder for the files")] = Path("exported"),
     rest: Annotated[Literal["fp32", "fp16"], typer.Option(help="layers that are not quantized")] = "fp32",
@@ -85,7 +86,7 @@ def export(
         raise UserError(f"--zstd: only packed files are compressed, not {to}")
     table = Table("client", "file", "bytes", "of fp32", "budget")
     over: list[str] = []
-    for source in _sources(run, cell, client, all):
+    for source in _sources(run, cell, client, all, "unseen" if unseen else "client"):
         packed = load(source)
         target = folder / (source.name.removesuffix(".safetensors") + ending)
         allowed = _allowed(model, changed) if model else _allowed_by(run, packed.about.model, changed)
@@ -104,11 +105,12 @@ def export(
         raise UserError(f"{len(over)} of {table.row_count} files are over their client's budget: {', '.join(over[:5])}")
 
 
-def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool) -> list[Path]:
-    """The packed files that are meant: RUN/cells/CELL/models/client-000.safetensors, or a file itself."""
+def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool, kind: str = "client") -> list[Path]:
+    """The packed files that are meant: RUN/cells/CELL/models/client-000.safetensors, or a file itself. kind: "unseen"
+    for those of clients that joined later."""
     if run.is_file():
         return [run]
-    if saved := sorted(run.glob("client-*.safetensors")):  # as `Fit.save` leaves them
+    if saved := sorted(run.glob(f"{kind}-*.safetensors")):  # as `Fit.save` leaves them
         return _chosen(run, saved, clients, all)
     cells = sorted(p.parent.name for p in run.glob("cells/*/models")) if run.is_dir() else []
     if not cells:
@@ -117,7 +119,9 @@ def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool) 
         raise UserError(f"{run} has several cells; give --cell, one of: {', '.join(cells)}")
     if cell is not None and cell not in cells:
         raise UserError(f"{run} has no cell {cell!r}; allowed: {', '.join(cells)}")
-    models = sorted((run / "cells" / (cell or cells[0]) / "models").glob("client-*.safetensors"))
+    models = sorted((run / "cells" / (cell or cells[0]) / "models").glob(f"{kind}-*.safetensors"))
+    if not models:
+        raise UserError(f"{run}: no clients joined later (split.unseen)" if kind == "unseen" else f"{run} has no models")
     return _chosen(run, models, clients, all)
 
 
@@ -126,7 +130,7 @@ def _chosen(run: Path, models: list[Path], clients: list[int] | None, all: bool)
         raise UserError(f"give --client N (0 to {len(models) - 1}, may be repeated) or --all")
     if all:
         return models
-    found = {int(p.stem.removeprefix("client-")): p for p in models}
+    found = {int(p.stem.rpartition("-")[2]): p for p in models}
     if missing := [c for c in clients or [] if c not in found]:
         raise UserError(f"no client {missing[0]} in {run}; allowed: 0 to {len(models) - 1}")
     return [found[c] for c in clients or []]
