@@ -88,7 +88,7 @@ def test_export(run, exported, tmp_path):
 def test_clients_that_joined_later_are_exported_by_their_own_numbers(run, tmp_path):
     models = tmp_path / "run/cells/QuPeL-s0/models"
     shutil.copytree(run / "cells/QuPeL-s0/models", models)
-    assert "no clients joined later" in call("export", tmp_path / "run", "--unseen", "--all", code=2)
+    assert "no model of a client that joined later" in call("export", tmp_path / "run", "--unseen", "--all", code=2)
     shutil.copy(models / "client-001.safetensors", models / "unseen-000.safetensors")
     call("export", tmp_path / "run", "--unseen", "--all", "--out", tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["unseen-000.safetensors"]

@@ -121,7 +121,7 @@ def _sources(run: Path, cell: str | None, clients: list[int] | None, all: bool, 
         raise UserError(f"{run} has no cell {cell!r}; allowed: {', '.join(cells)}")
     models = sorted((run / "cells" / (cell or cells[0]) / "models").glob(f"{kind}-*.safetensors"))
     if not models:
-        raise UserError(f"{run}: no clients joined later (split.unseen)" if kind == "unseen" else f"{run} has no models")
+        raise UserError(f"{run} has no model of {'a client that joined later' if kind == 'unseen' else 'a client'}")
     return _chosen(run, models, clients, all)
 
 
