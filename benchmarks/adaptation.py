@@ -8,6 +8,7 @@ RUN: a finished run whose data keep clients out of training. Writes RUN/adaptati
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import statistics
@@ -18,17 +19,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from qupel.data import sources
-from qupel.data.sources import Dataset
-from qupel.util.files import read_json, write_json
-
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def timed(*given: str) -> tuple[float, float, str]:
-    """(seconds, peak memory in bytes, what it printed) of one process."""
+    """(seconds, peak memory in bytes, what it printed) of one process.
+
+    A child's peak is at least what its parent had when it forked: hence this process imports neither torch nor qupel.
+    """
     began = time.monotonic()
     with subprocess.Popen(given, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         assert process.stdout is not None
@@ -40,23 +38,28 @@ def timed(*given: str) -> tuple[float, float, str]:
     return time.monotonic() - began, used.ru_maxrss * 1024, said
 
 
-def save_client(data: Dataset, k: int, path: Path) -> None:
-    """The samples of owner k as a file that `qupel adapt --data` takes."""
-    found = {}
-    for name, samples in (("train", data.train), ("test", data.test)):
-        mine = samples.read(np.flatnonzero(samples.groups == k))
-        found |= {f"{name}_inputs": np.asarray(mine.inputs), f"{name}_targets": np.asarray(mine.targets)}
-    np.savez(path, **found)
+def save_clients(run: Path, count: int, folder: Path) -> None:
+    """The samples of clients that joined later, each in a file that `qupel adapt --data` takes."""
+    import numpy as np
+
+    from qupel.data import sources
+
+    about = json.loads((run / "config.json").read_text())["data"]
+    data = sources.load(about["name"], about["folder"], about["limit"], about["args"])
+    for k in data.unseen[:count]:
+        found = {}
+        for name, samples in (("train", data.train), ("test", data.test)):
+            mine = samples.read(np.flatnonzero(samples.groups == k))
+            found |= {f"{name}_inputs": np.asarray(mine.inputs), f"{name}_targets": np.asarray(mine.targets)}
+        np.savez(folder / f"{k:04d}.npz", **found)
 
 
 def measured(run: Path, cell: str, bits: int, clients: int) -> dict[str, Any]:
-    settings = read_json(run / "config.json")["data"]
-    data = sources.load(settings["name"], settings["folder"], settings["limit"], settings["args"])
     seconds, peaks, inside, sizes = [], [], [], []
     with tempfile.TemporaryDirectory() as folder:
-        new, small = Path(folder) / "new.npz", Path(folder) / "mine.safetensors"
-        for k in data.unseen[:clients]:
-            save_client(data, k, new)
+        timed(sys.executable, __file__, str(run), "--clients", str(clients), "--save", folder)
+        small = Path(folder) / "mine.safetensors"
+        for new in sorted(Path(folder).glob("*.npz")):
             options = ("--cell", cell, "--data", str(new), "--bits", str(bits), "--out", str(small))
             took, peak, said = timed(sys.executable, "-m", "qupel", "adapt", str(run), *options)
             seconds.append(took)
@@ -84,7 +87,11 @@ if __name__ == "__main__":
     parser.add_argument("--cell", default="QuPeL-s0")
     parser.add_argument("--bits", type=int, default=2)
     parser.add_argument("--clients", type=int, default=7)
+    parser.add_argument("--save", type=Path, help="only write these clients' data to a folder")
     asked = parser.parse_args()
-    found = measured(asked.run, asked.cell, asked.bits, asked.clients)
-    write_json(asked.run / "adaptation.json", found)
-    print(found)
+    if asked.save:
+        save_clients(asked.run, asked.clients, asked.save)
+    else:
+        found = measured(asked.run, asked.cell, asked.bits, asked.clients)
+        (asked.run / "adaptation.json").write_text(json.dumps(found))
+        print(json.dumps(found))

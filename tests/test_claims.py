@@ -198,10 +198,10 @@ def writers_claim():
     times = round(shared.file_bytes / ours.file_bytes)
     g = shared.first.gain
     return (
-        f"{ours.clients} others join later ([page](docs/results/mnist_writers.md)): adapted at 2 bits their models reach "
-        f"{ours.mean:.1f}, FedAvg's shared model at full precision, in a file {times} times as large, {shared.mean:.1f} on "
-        f"the same digits (gain {g.mean:+.1f}, 95 % interval {g.low:+.1f} to {g.high:+.1f}, p = {g.p:.3f}), 2-bit models "
-        f"trained alone {alone.mean:.1f}."
+        f"{ours.clients} others join later ([page](docs/results/mnist_writers.md)): adapted at 2 bits their models "
+        f"reach {ours.mean:.1f}, FedAvg's shared model at full precision, in a file {times} times as large, "
+        f"{shared.mean:.1f} on the same digits (gain {g.mean:+.1f}, 95 % interval {g.low:+.1f} to {g.high:+.1f}, "
+        f"p = {g.p:.3f}), 2-bit models trained alone {alone.mean:.1f}."
     )
 
 
