@@ -4,7 +4,7 @@ seed and client, from which the page can be made again.
     python experiments/publish.py runs/NAME [runs/OTHER ...]     the page is named after the first run
     python experiments/publish.py docs/results/NAME.json         the page (a table of the paper, too) from its numbers
 
-What `benchmarks/adaptation.py runs/NAME` measured of a run's shared model goes with it.
+What `benchmarks/adaptation.py` and `benchmarks/exported.py` measured of a run goes with it.
 """
 
 import json
@@ -35,8 +35,9 @@ def section(folder: Path) -> Section:
         raise SystemExit(f"{folder}: {len(run.results)} of {run.cells} cells are done")
     cells = [compact(result) for result in run.results]
     about = {"origin": _origin(run), "note": run.note, "one_place": run.one_place}
-    if (measured := folder / "adaptation.json").exists():
-        about["adaptation"] = json.loads(measured.read_text())
+    for measured in ("adaptation", "exported"):
+        if (path := folder / f"{measured}.json").exists():
+            about[measured] = json.loads(path.read_text())
     return about | {"rows": rows(cells), "cells": cells}
 
 
@@ -120,6 +121,8 @@ def _table(part: Section) -> str:
         texts += [tables.markdown(*later.table(cells)).strip(), later.legend(cells)]
     if measured := part.get("adaptation"):
         texts.append(_adaptation(measured))
+    if measured := part.get("exported"):
+        texts.append(_exported(measured))
     return "\n\n".join(filter(None, texts)) + "\n"
 
 
@@ -131,6 +134,16 @@ def _adaptation(m: dict[str, Any]) -> str:
         f"{m['adapting']:.1f} s are the adapting and the rest is loading Python, torch and the data; at most "
         f"{m['peak_MB']:.0f} MB of memory, where `import torch` alone has {m['torch_MB']:.0f}. A file has "
         f"{m['file_bytes']:,} bytes."
+    )
+
+
+def _exported(cells: list[dict[str, Any]]) -> str:
+    """What `benchmarks/exported.py` measured, in words."""
+    sizes = ", ".join(f"{c['label']}: {c['files']} files of {tables.size(c['bytes'])}" for c in cells)
+    apart = max(c["apart"] for c in cells)
+    return (
+        "The models of those who joined later as ONNX files (`python benchmarks/exported.py`; means of bytes), "
+        f"{sizes}. In ONNX Runtime each has the accuracy told here, at most {100 * apart:.2g} points apart."
     )
 
 

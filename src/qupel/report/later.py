@@ -14,8 +14,9 @@ from qupel.report.tables import Result, size
 
 _LEGEND = (
     "Clients that took no part in training. adapted: the model that each of them ships; shared: the method's shared "
-    "model on them, as it is, at full precision. gain: adapted minus shared; {first} minus: its adapted models minus "
-    "the method's. b/s/w: at how many clients better, the same, worse, mean over seeds."
+    "model on them, as it is, at full precision (of a method that sends nothing its first model). gain: adapted minus "
+    "shared; {first} minus: its adapted models minus the method's. b/s/w: at how many clients better, the same, worse, "
+    "mean over seeds."
 )
 
 
