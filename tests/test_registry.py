@@ -284,6 +284,9 @@ def test_short_ways_to_say_it():
     assert methods.build(made, "x") is made
     assert methods.build({"name": "local", "quantizer": "frozen"}, "x").quantizer == Frozen()
     assert methods.build({"name": "local", "optimizer": {"momentum": 0.9}}, "x").optimizer == SGD(momentum=0.9)
+    assert methods.build({"name": "local", "optimizer": "adam"}, "x").optimizer == Adam()
+    with pytest.raises(UserError, match=r"x.optimizer: .*'adagrad'"):
+        methods.build({"name": "local", "optimizer": "adagrad"}, "x")
 
 
 WRONG = {

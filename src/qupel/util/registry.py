@@ -240,6 +240,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         for choice in made:
             if hasattr(choice, "constant"):
                 return choice.constant(float(value))
+    if isinstance(value, str) and value in {getattr(choice, "name", None) for choice in made}:
+        value = {"name": value}  # "adam" is {name = "adam"}
     if isinstance(value, dict) and made:
         return from_table(_meant(made, value), value, where)
     try:  # through JSON: strict about types, yet a list is a tuple, as in TOML
