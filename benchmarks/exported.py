@@ -1,9 +1,9 @@
 """Models of clients that joined later as ONNX files, judged in ONNX Runtime on their own test data.
 
-    python benchmarks/exported.py RUN --bits 2 --bits 3
+    python benchmarks/exported.py RUN [--cells "QuPeL*"]
 
-Exports them as `qupel export RUN --cell CELL --unseen --all --to onnx` does, for every cell whose clients have
-these bits, compares each file's accuracy with the one that the run reports, and writes RUN/exported.json, for
+Exports them as `qupel export RUN --cell CELL --unseen --all --to onnx` does, for every such cell,
+compares each file's accuracy with the one that the run reports, and writes RUN/exported.json, for
 experiments/publish.py.
 """
 
@@ -36,20 +36,19 @@ def judged(run: Path, cell: Path, data: sources.Dataset) -> dict[str, Any]:
     return {"label": told["label"], "files": len(sizes), "apart": max(apart), "bytes": float(np.mean(sizes))}
 
 
-def main(run: Path, bits: list[int]) -> None:
+def main(run: Path, cells: str) -> None:
     about = json.loads((run / "config.json").read_text())["data"]
     data = sources.load(about["name"], about["folder"], about["limit"], about["args"])
     found = []
-    for cell in sorted(path.parent for path in run.glob("cells/*/result.json")):
-        if set(json.loads((cell / "result.json").read_text())["unseen"]["bits"]) <= set(bits):
-            found.append(judged(run, cell, data))
-            print(found[-1])
+    for cell in sorted(path.parent for path in run.glob(f"cells/{cells}/result.json")):
+        found.append(judged(run, cell, data))
+        print(found[-1])
     (run / "exported.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("run", type=Path)
-    parser.add_argument("--bits", type=int, action="append", default=[])
+    parser.add_argument("--cells", default="*", help="which of the run's cells, a pattern")
     asked = parser.parse_args()
-    main(asked.run, asked.bits or [2, 3])
+    main(asked.run, asked.cells)
