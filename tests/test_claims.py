@@ -330,3 +330,12 @@ def test_the_page_on_speed_has_its_numbers():
     for s in read("speed")["steps"]:
         line = rf"\| {s['model']}(, batch {s['batch']})? \| {s['bits']} \| {s['two passes ms']} ms \| "
         assert re.search(line + rf"{s['Algorithm 1']:.3f} \| {s['QuPeL']:.3f} \|", said), s
+
+
+def test_the_page_on_large_data_has_its_numbers():
+    said = (RESULTS / "data.md").read_text()
+    for r in read("data")["runs"]:
+        assert f"| `{r['command']}` | {r['peak_GB']:.2f} GB | " in said
+        assert f" | {r['seconds']:.0f} s |" in said
+        assert r["file_GB"] > 19.9
+        assert r["peak_GB"] + r["workers"] * r["worker_peak_GB"] < 2
