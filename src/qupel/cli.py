@@ -21,7 +21,7 @@ from qupel.flower import commands as flower
 from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
 from qupel.run import lists
-from qupel.run.commands import adapt
+from qupel.run.commands import adapt, compare, leaderboard
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
     Watcher,
@@ -304,6 +304,8 @@ for _command, _name in (
     (lists.models, "models"),
     (lists.new, "new"),
     (adapt, "adapt"),
+    (compare, "compare"),
+    (leaderboard, "leaderboard"),
     (deploy.export, "export"),
     (deploy.inspect, "inspect"),
     (deploy.predict, "predict"),

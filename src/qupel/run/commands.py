@@ -1,14 +1,17 @@
-"""`qupel adapt`: a small model for a client that comes later. `cli.py` registers it."""
+"""`qupel adapt`: a small model for a client that comes later; `qupel compare` and `leaderboard`: many methods on many
+federations. `cli.py` registers them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from qupel.util.errors import UserError
-from qupel.util.terminal import number_table, out, shown
+from qupel.util.terminal import Watcher, number_table, out, shown, stop_requests
 
 
 def adapt(
@@ -59,3 +62,59 @@ def adapt(
     ]
     out.print(number_table(head, body, f"adapted from {done.origin.label} in {done.metrics[-1]['seconds']:.1f} s"))
     out.print(f"[dim]written to {shown(target)}[/dim]")
+
+
+def compare(
+    file: Annotated[Path, typer.Argument(help="a TOML file of federations, methods, bits and seeds")],
+    folder: Annotated[Path, typer.Option("--out", help="directory of the comparison, a run directory a federation")],
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", help='a part of it: a federation, a method, "2 bits", "seed 0"; several times'),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with what is in --out, or add to it")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="worker processes (default: all cores)")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; on a GPU all clients run in this process")] = "cpu",
+    other_versions: Annotated[
+        bool, typer.Option("--other-versions", help="resume what other versions of the packages began")
+    ] = False,
+) -> None:
+    """Compare methods on several federations; settings of each are chosen on validation data. Cells that are done are
+    never run again."""
+    from qupel.run.compare import load
+    from qupel.run.comparing import How, run_comparison
+    from qupel.util.machine import available_cpus, check_device
+
+    check_device(device)
+    comparison = load(file, data)
+    with stop_requests() as should_stop:
+        how = How(workers or available_cpus(), device, other_versions, _watched, should_stop)
+        page = run_comparison(comparison, folder, only=only or (), resume=resume, how=how)
+    out.print(f"written to {shown(page)}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _watched(what: str, rounds: int) -> Iterator[Callable[[Any, Any], None]]:
+    """A bar or lines for one run of a comparison."""
+    if rounds:
+        out.print(f"[bold]{shown(what)}[/bold]", highlight=False)
+    with Watcher(rounds) as watcher:
+        yield watcher.tell
+
+
+def leaderboard(
+    source: Annotated[Path, typer.Argument(help="the directory of a comparison, or a leaderboard.json")],
+    folder: Annotated[Path | None, typer.Option("--out", help="folder to publish to (default: where it is)")] = None,
+    open: Annotated[bool, typer.Option("--open", help="show the page in the browser")] = False,
+) -> None:
+    """Write the leaderboard of a comparison: leaderboard.json, .md and one page, .html."""
+    import webbrowser
+
+    from qupel.report.leaderboard import publish
+
+    if not source.exists():
+        raise UserError(f"{source}: no such file or folder")
+    written = publish(source, folder or (source if source.is_dir() else source.parent))
+    out.print(f"written: {', '.join(shown(p) for p in written)}", highlight=False, soft_wrap=True)
+    if open:
+        webbrowser.open(written[-1].resolve().as_uri())

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -57,6 +58,12 @@ def cells(config: Config) -> list[Cell]:
     return found
 
 
+def source_of(config: Config, cell: Cell) -> Cell | None:
+    """The cell whose finished models this one quantizes; None: it is trained."""
+    label = config.methods[cell.label].of
+    return None if label is None else Cell(label, cell.seed)
+
+
 def data_of(config: Config) -> sources.Dataset:
     """The data that a config names; they are kept for the next who asks."""
     data = config.data
@@ -79,13 +86,16 @@ def split_clients(
 ) -> tuple[list[partition.Part], list[partition.Part]]:
     """(clients that train, clients that join when that is over)."""
     parts, joining = _split(config, data, seed), []
+    if config.split.blind:
+        nothing = np.empty(0, np.int64)
+        parts = [replace(part, test_rows=nothing, test_from_train=False) for part in parts]
     if is_natural(config, data) and data.unseen:
         joining = [parts[i] for i in data.unseen]
         parts = [part for i, part in enumerate(parts) if i not in set(data.unseen)]
-    if not config.split.unseen:
-        return parts, joining
-    parts, out = partition.leave_out(parts, config.split.unseen, seed)
-    return parts, [*joining, *out]
+    if config.split.unseen:
+        parts, out = partition.leave_out(parts, config.split.unseen, seed)
+        joining += out
+    return parts, [] if config.split.blind else joining
 
 
 def _split(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
@@ -160,6 +170,10 @@ def build_job(config: Config, cell: Cell) -> Job:
     module = build_model(config, data, cell)
     job = assemble(config, cell, module, data, parts, build_plans(config, cell, module, data, len(parts)))
     check_trainable(job)
+    if (source := source_of(config, cell)) is not None:
+        taken = build_job(config, source)
+        if any(taken.plans) and not all(is_dense(p) for p in taken.phases):
+            raise UserError(f"methods.{cell.label}.of = {source.label!r}: its models are quantized; give it bits = 32")
     return job
 
 
@@ -285,7 +299,9 @@ def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
     parts = shared_settings(config, cell)
     parts["phases"] = [p.table() for p in phases]
     parts["bits"] = described["methods"][cell.label]["bits"] or [described["bits"], described["budget"]]
-    if all(is_dense(p) for p in phases):
+    if config.methods[cell.label].of is not None:
+        parts["afterwards"] = config.methods[cell.label].afterwards or "kmeans"
+    elif all(is_dense(p) for p in phases):
         del parts["bits"]  # no client is quantized
     return digest(parts)
 

@@ -41,12 +41,13 @@ def reproduce(
 ) -> None:
     """Reproduce a table or the figure of the paper. Cells that are done are never run again."""
     from qupel.paper.reproduce import plan
+    from qupel.run.folder import read_config
 
     table = "table2" if what == "figure1" else what
     run = plan.folder(runs, table, scale)
     if status:
         begun = (run / "config.json").exists()
-        _show_status(run, plan.read_config(run) if begun else plan.build(table, scale, seeds, data))
+        _show_status(run, read_config(run) if begun else plan.build(table, scale, seeds, data))
     elif publish is not None:
         from qupel.paper.reproduce.publish import publish as write
 

@@ -16,12 +16,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from qupel.paper.published import NOTES
-from qupel.report.runs import AT, place, read_result
-from qupel.run.config import Config, explain, merge, validate
-from qupel.run.folder import result_file
+from qupel.report.runs import place, read_result
+from qupel.run.compare import grid
+from qupel.run.config import Config, merge, validate
+from qupel.run.folder import read_config, result_file
 from qupel.run.jobs import Cell, cells
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_json
@@ -45,12 +44,7 @@ def build(table: str, scale: str, seeds: int, data: Path | None = None) -> Confi
     settings = dict(raw["scales"][scale])
     rows = merge(raw["rows"], {k: v for k, v in settings.pop("rows", {}).items() if k in raw["rows"]})
     columns = merge(raw["columns"], settings.pop("columns", {}))
-    methods: dict[str, Any] = {}
-    for row, about in rows.items():
-        wanted = about.get("columns", list(columns))
-        own = {k: v for k, v in about.items() if k != "columns"}
-        methods |= {row + AT + column: {**columns[column], **own} for column in wanted}
-    settings |= {"seeds": list(range(seeds)), "methods": methods}
+    settings |= {"seeds": list(range(seeds)), "methods": grid(rows, columns)}
     if data is not None:
         settings = merge(settings, {"data": {"folder": str(data)}})
     return validate(settings, f"{table}.toml, scale {scale}")
@@ -72,13 +66,6 @@ def read(run: Path) -> tuple[dict[str, Any], Config]:
         return read_json(run / "reproduce.json"), read_config(run)
     except OSError:
         raise UserError(f"{run} holds no run of `qupel reproduce`") from None
-
-
-def read_config(run: Path) -> Config:
-    try:
-        return Config.model_validate_json(json.dumps(read_json(run / "config.json")))
-    except ValidationError as e:
-        raise UserError(f"{run / 'config.json'}: {explain(e)}") from None
 
 
 def results(run: Path, config: Config) -> list[dict[str, Any]]:
