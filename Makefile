@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint types check bench bench-quick lock clean
+.PHONY: demo test test-slow lint types check bench bench-quick docs notebooks lock clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "QuPeL needs Python 3.11 or newer: make PYTHON=python3.11 demo"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,onnx,zstd,tensorboard,flower]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,onnx,zstd,tensorboard,flower,docs]'
 	touch $(STAMP)
 
 demo: $(STAMP)
@@ -39,6 +39,14 @@ bench:
 bench-quick: $(STAMP)
 	$(BIN)/python benchmarks/quick.py
 
+# The documentation as a folder of pages, site/index.html, that needs no server and no network.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+notebooks: $(STAMP)
+	mkdir -p notebooks
+	for script in examples/*.py; do $(BIN)/jupytext --quiet --to ipynb $$script -o notebooks/$$(basename $$script .py).ipynb; done
+
 # requirements.lock out of constraints.txt, with the hash of torch's CPU wheel (Linux, x86-64, Python 3.11) beside the others.
 TORCH_CPU := 6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b
 lock: $(STAMP)
@@ -47,4 +55,4 @@ lock: $(STAMP)
 	mv .lock.tmp requirements.lock
 
 clean:
-	rm -rf $(VENV) .venv-bench build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-bench build dist site notebooks src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

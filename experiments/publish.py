@@ -7,7 +7,6 @@ seed and client, from which the page can be made again.
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ def compact(result: tables.Result) -> tables.Result:
 
 def rows(cells: list[tables.Result]) -> list[dict[str, Any]]:
     """The table's rows as JSON has them."""
-    found: list[dict[str, Any]] = json.loads(json.dumps([asdict(r) for r in tables.rows(cells)]))
+    found: list[dict[str, Any]] = json.loads(json.dumps([r.told() for r in tables.rows(cells)]))
     return found
 
 

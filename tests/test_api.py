@@ -187,7 +187,10 @@ def normed(which):
         (lambda: nn.Sequential(nn.Linear(INPUTS, 8), nn.Linear(8, CLASSES)), "layers = ['0', '1']"),
         (lambda: normed((0, 2, 4, 6)), "(0.weight, 2.weight, 4.weight, 6.weight: computed from other parameters"),
         (lambda: normed((2, 4)), "(2.weight, 4.weight: computed from other parameters"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.PReLU(6)), "it has no Linear or Conv layer; ask for full precision"),
+        (
+            lambda: nn.Sequential(nn.Flatten(), nn.PReLU(6)),
+            "it has no layer of a kind that can be; ask for full precision",
+        ),
     ],
 )
 def test_bits_that_no_layer_would_get_are_refused(net, words):

@@ -161,7 +161,7 @@ def test_transform_refuses_half_a_normalization():
 
 def test_batch_and_chunks():
     arrays = Arrays(images(7), torch.arange(7))
-    inputs, targets = batch(arrays, np.array([5, 0, 5]), Transform())
+    inputs, targets, _ = batch(arrays, np.array([5, 0, 5]), Transform())
     assert targets.tolist() == [5, 0, 5]
     assert torch.equal(inputs[0], Transform().apply(arrays.inputs[5:6])[0])
     parts = list(chunks(arrays, 3, Transform(augment=True)))

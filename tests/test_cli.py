@@ -118,7 +118,7 @@ def test_run_ends_with_its_table_and_keeps_everything(qupel, tmp_path):
     for cell in cells.iterdir():
         files = sorted(str(p.relative_to(cell)) for p in cell.rglob("*") if p.is_file())
         models = [f"models/client-00{i}.safetensors" for i in range(3)]
-        assert files == ["engine.json", "metrics.jsonl", *models, "result.json"]
+        assert files == ["engine.json", "metrics.jsonl", *models, "result.json", "w.safetensors"]
         lines = [json.loads(text) for text in (cell / "metrics.jsonl").read_text().splitlines()]
         result = json.loads((cell / "result.json").read_text())
         assert lines == result["lines"]

@@ -137,7 +137,7 @@ def test_set_needs_key_and_value(override):
         ('[model]\nname = "nowhere:Net"\n' + BASE, "model.name: network 'nowhere:Net': no module 'nowhere'"),
         ('[model]\nlevels = "row"\n' + BASE, "model.levels: input should be 'layer' or 'channel', not 'row'"),
         ('[task]\nloss = "msee"\n' + BASE, "task.loss: unknown loss 'msee' (did you mean mse"),
-        ('[task]\nmetrics = ["top6"]\n' + BASE, "task.metrics: unknown metric 'top6' (did you mean top5"),
+        ('[task]\nmetrics = ["topp5"]\n' + BASE, "task.metrics: unknown metric 'topp5' (did you mean top5"),
     ],
 )
 def test_files_that_are_no_config(text, says):

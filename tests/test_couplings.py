@@ -13,32 +13,9 @@ from qupel.parts.methods.pfedme import PFedMe
 from qupel.parts.methods.scaffold import Scaffold
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.servers.mean import Mean
-from toy import QUADRATIC, A, B, W, X, close, entered, gradient, problem, state, stepped
+from toy import QUADRATIC, A, B, W, X, close, entered, federated, gradient, problem, state, stepped
 
 NONE = Plan()
-
-
-def shifted(k: int):
-    """The quadratic of client k, with its minimum elsewhere."""
-    return problem(lambda v: (A * (v - B - k) ** 2).sum(-1) / 2)
-
-
-def federated(method, rounds: int, steps: int, w=W, clients: int = 3):
-    """(rows after each round, states): the clients' quadratics and the plain mean."""
-    rows = method.broadcast(w.clone())
-    states = [method.start(state(x=w, w=w, c=None), NONE, shifted(k)) for k in range(clients)]
-    seen = []
-    for _ in range(rounds):
-        so_far = None
-        for k in range(clients):
-            states[k] = method.receive(states[k], rows)
-            for _ in range(steps):
-                states[k] = stepped(method, states[k], shifted(k))
-            so_far = Mean().add(so_far, method.upload(states[k]), 1.0)
-        rows, _ = Mean().finish(rows, so_far, ())
-        seen.append(rows)
-    return seen, states
-
 
 # --- FedProx ---
 
@@ -129,17 +106,7 @@ def test_scaffolds_first_round_is_fedavgs_and_its_last_knows_no_drift():
     best = sum(a * (B + k) for k, a in enumerate(steep)) / sum(steep)
 
     def run(method, rounds):
-        rows = method.broadcast(W.clone())
-        states = [method.start(state(x=W, c=None), NONE, p) for p in problems]
-        for _ in range(rounds):
-            so_far = None
-            for k, p in enumerate(problems):
-                states[k] = method.receive(states[k], rows)
-                for _ in range(6):
-                    states[k] = stepped(method, states[k], p)
-                so_far = Mean().add(so_far, method.upload(states[k]), 1.0)
-            rows, _ = Mean().finish(rows, so_far, ())
-        return rows[0]
+        return federated(method, rounds, 6, problems=problems)[0][-1][0]
 
     assert torch.equal(run(Scaffold(Schedule(0.05)), 1), run(FedAvg(Schedule(0.05)), 1))
     torch.testing.assert_close(run(Scaffold(Schedule(0.05)), 300), best, rtol=1e-6, atol=1e-6)

@@ -117,7 +117,7 @@ def bombs():
     made = model([node("Relu", "x")])
     made.metadata_props[0].value = '{"client":"' + "x" * (1 << 20) + '"}'
     yield "bytes; allowed are 1,048,576", made
-    yield "needed are one and 1 to 16", model([node("Relu", "x")], outputs=[f"y{k}" for k in range(40)])
+    yield "needed are 1 to 16 of each", model([node("Relu", "x")], outputs=[f"y{k}" for k in range(40)])
 
 
 def written(path, made):

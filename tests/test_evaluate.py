@@ -155,7 +155,7 @@ def test_batchnorm_statistics_are_those_of_the_judged_weights():
 def test_calibration_counts_every_sample_about_equally(samples):
     """No last batch of one sample that weighs as much as 256, or that BatchNorm1d could not even take."""
     job = make_job([Phase(FedAvg(), 1)], sizes=(samples,), bits=(32,), module=norm_net())
-    sizes = [len(inputs) for inputs, _ in job.calibration(0)]
+    sizes = [len(inputs) for inputs, *_ in job.calibration(0)]
     assert sum(sizes) == samples
     assert max(sizes) <= 256
     assert max(sizes) - min(sizes) <= len(sizes)
@@ -173,15 +173,17 @@ def test_calibration_draws_from_all_rows():
     parts = [Part(np.arange(5000), np.arange(5))] * 2
     job = make_job([Phase(FedAvg(), 1)], bits=(32,), module=norm_net(), data=(data, parts))
     seen = [list(job.calibration(client)) for client in (0, 0, 1)]
-    for _, targets in seen[0]:
+    for _, targets, _ in seen[0]:
         assert torch.bincount(targets, minlength=5).min() > 0.1 * len(targets)
-    first, again, other = (torch.cat([targets for _, targets in batches]) for batches in seen)
+    first, again, other = (torch.cat([batch.targets for batch in batches]) for batches in seen)
     assert len(first) == 2048
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     few = replace(job, parts=[Part(np.arange(300)[::-1].copy(), np.arange(5))], plans=[Plan()])
-    assert torch.equal(torch.cat([x for x, _ in few.calibration(0)]), data.train.inputs[:300].flip(0))  # in their order
-    assert sum(len(t) for _, t in job.calibration(0, None)) == 5000
+    assert torch.equal(
+        torch.cat([b.inputs for b in few.calibration(0)]), data.train.inputs[:300].flip(0)
+    )  # in their order
+    assert sum(len(b.targets) for b in job.calibration(0, None)) == 5000
 
 
 def test_deployed_statistics_are_of_the_quantized_model_on_the_clients_training_data():

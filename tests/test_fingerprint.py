@@ -156,11 +156,13 @@ CHANGES = {
     "on_bad_upload": "stop",
     "upload_bound": 10.0,
     "transform": Transform(torch.tensor([0.5]), torch.tensor([0.5])),
+    "transforms": [Transform(torch.tensor([0.5]), torch.tensor([0.5]))] * 4,
     "names": ("a", "b", "c", "d"),
     "diagnostics": Diagnostics("cheap"),
     "networks": {"wide": wide_mlp()},
     "network": ("", "", "", ""),
     "metrics": {"top5": top5},
+    "judge_by": "loss",
 }
 
 

@@ -1,6 +1,7 @@
 """What leaves a client: every byte of whole runs is accounted for, and what was planted at a client stays there."""
 
 import json
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,16 +27,19 @@ import flower_grid
 PRIVACY = "[privacy]\nclip = 0.5\nepsilon = 1.0\ndelta = 1e-5\n"
 SECRET = "planted-secret-folder"
 SCORES = ("test", "test_loss", "validation", "validation_loss", "float_test", "float_test_loss")
+METRICS = ("test_metrics", "validation_metrics", "float_test_metrics")
 # the list once more, by hand: whoever wants another field to leave has to say so here, too
 LIST = {
-    ("hello", False): {"client", "samples", "shape", "classes"},
-    ("hello", True): {"client", "samples", "shape", "classes"},
+    ("hello", False): {"client", "samples", "shape", "classes", "layout"},
+    ("hello", True): {"client", "samples", "shape", "classes", "layout"},
     ("train", False): {"client", "job", "round", "samples", "loss", "loss_quantized"},
     ("train", True): {"client", "job", "round", "samples"},
-    ("evaluate", False): {"client", "round", *SCORES, "bytes", "bits", "dead"},
+    ("evaluate", False): {"client", "round", *SCORES, "bytes", "bits", "dead", *METRICS},
     ("evaluate", True): {"client", "round"},
     ("export", False): {"client", "round", "bytes", "test"},
     ("export", True): {"client", "round"},
+    ("adapt", False): {"client", "round", "bytes", "test", "shared"},
+    ("adapt", True): {"client", "round"},
     ("ping", False): set(),
     ("ping", True): set(),
 }
@@ -49,6 +53,10 @@ def account(kind, private, header, body, size):
             assert value == [1, 8, 8]
         elif name == "job":
             assert value == "job-1"
+        elif name == "layout":
+            assert re.fullmatch("[0-9a-f]{16}", value)
+        elif name in METRICS:
+            assert value == []  # none were asked for
         else:
             assert value is None or type(value) in (int, float), name
             most = boundary.MOST_LOSS if "loss" in name else 1e6  # another client's noise is not seeded
@@ -225,7 +233,7 @@ def test_nothing_else_can_be_encoded():
 
     @dataclass(frozen=True)
     class More(boundary.Scores):
-        weights: dict = field(metadata={"rule": boundary.Rule("anything", lambda v: True)})
+        weights: dict = field(metadata={"rule": boundary.Rule("anything", lambda v: True)}, default_factory=dict)
 
     more = More(*(getattr(scores, f.name) for f in fields(scores)), {"centers": [0.1]})
     wrong = [("evaluate", False, more, b""), ("evaluate", True, scores, b""), ("train", True, update, b""),
@@ -248,7 +256,7 @@ def test_nothing_else_can_be_encoded():
     ("name", "value"),
     [("client", -1), ("client", True), ("client", 2**31), ("client", 1.0), ("round", "1"), ("test", 5),
      ("test", -1e308), ("test", float("nan")), ("test_loss", float("inf")), ("bytes", 2**41), ("bits", [2]),
-     ("dead", None)],
+     ("dead", None), ("test_metrics", [float("nan")]), ("test_metrics", [1.0] * 101), ("validation_metrics", 1.0)],
 )  # fmt: skip
 def test_fields_are_within_their_bounds(name, value):
     _, scores, _, _ = answers()
@@ -256,6 +264,13 @@ def test_fields_are_within_their_bounds(name, value):
     assert boundary.heard("evaluate", header) == scores
     with pytest.raises(Unspeakable, match=f"{name} = "):
         boundary.heard("evaluate", {**header, name: value})
+
+
+@pytest.mark.parametrize("layout", ["", "0123", "Z" * 16, 3, ["0" * 16]])
+def test_absurd_layouts(layout):
+    header, _ = told("hello", False, answers()[3])
+    with pytest.raises(Unspeakable, match="layout"):
+        boundary.heard("hello", {**header, "layout": layout})
 
 
 @pytest.mark.parametrize("shape", [[], [0], [1] * 9, [2**13, 2**12], [True], "abc", [1.0], {}, None])
@@ -272,7 +287,7 @@ def test_the_list_is_the_one_above():
 def table():
     """The list as docs/deploy.md shows it."""
     rows = ["| question | field | what it is | allowed | with `[privacy]` |", "|---|---|---|---|---|"]
-    for kind in ("hello", "train", "evaluate", "export"):
+    for kind in ("hello", "train", "evaluate", "export", "adapt"):
         private = {f.name for f in fields(boundary.LEAVES[kind, True])}
         for f in fields(boundary.LEAVES[kind, False]):
             meaning, rule = f.metadata["meaning"], f.metadata["rule"]
@@ -284,6 +299,6 @@ def test_the_docs_have_the_list():
     docs = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text()
     assert table() in docs
     for text in boundary.SENTENCES:
-        assert f"- {text.replace('{}', 'N')}\n" in docs
+        assert f"- {text.replace('{}', 'N').replace('{hash}', 'H')}\n" in docs
     for text in boundary.TOLD_BY_DATA:
         assert f"- {text.replace('{}', 'N')} (not with `[privacy]`)\n" in docs

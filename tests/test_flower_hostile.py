@@ -374,7 +374,7 @@ def fuzz(fleet, total, seed=0, count=50):
         assert 0 in [j.client for j in judged]
         line = metrics(job, 0, judged, Since(refused=opened.unheard), 0, 0)
         assert 0 <= line["test"] <= 1
-        exported = opened.export(0, w)
+        exported = opened.written("export", 0, w, range(opened.terms.clients))
         believed["export"] += sum("error" not in e for e in exported)
         assert exported[0]["bytes"] > 0
         texts = [d.fault for d in done if d.fault] + opened.unheard + list(told["left_out"].values())

@@ -49,7 +49,7 @@ def test_a_worker_is_started_when_needed_and_outlives_questions(client):
     answer; another worker on the same state is refused."""
     state = client.parent / "state-0"
     reply, _ = forward(client, HELLO, b"")
-    assert reply == {"client": 0, "samples": 20, "shape": [1, 8, 8], "classes": 10}
+    assert reply == {"client": 0, "samples": 20, "shape": [1, 8, 8], "classes": 10, "layout": None}
     first = worker_of(state)
     assert forward(client, HELLO, b"")[0] == reply
     assert worker_of(state) == first

@@ -5,13 +5,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from qupel.parts.base import Upload
 from qupel.parts.servers import Sum, add, servers
+from qupel.parts.servers.fedadagrad import FedAdagrad
 from qupel.parts.servers.fedadam import FedAdam
 from qupel.parts.servers.fedavgm import FedAvgM
+from qupel.parts.servers.fedyogi import FedYogi
 from qupel.parts.servers.mean import Mean
 from qupel.parts.servers.median import Median
+from qupel.parts.servers.normbound import NormBound
+from qupel.parts.servers.trimmed import TrimmedMean
 from toy import every, name
 
 
@@ -186,16 +191,23 @@ def test_a_row_nobody_sent_rolls_on_with_its_momentum():
 # --- others ---
 
 
-@pytest.mark.parametrize("kind", ["adam", "yogi"])
-def test_fedadam_by_formula(kind):
-    rate, b1, b2, tau, w = 0.05, 0.8, 0.9, 0.01, vectors(6, dtype=torch.float64)
-    after, sent = rounds(FedAdam(rate, b1, b2, tau, kind), TARGETS, w)
+SECOND = {
+    FedAdam(0.05, 0.8, 0.9, 0.01): lambda v, d: 0.9 * v + 0.1 * d**2,
+    FedYogi(0.05, 0.8, 0.9, 0.01): lambda v, d: v - 0.1 * d**2 * torch.sign(v - d**2),
+    FedAdagrad(0.05, 0.8, 0.01): lambda v, d: v + d**2,
+}
+
+
+@pytest.mark.parametrize("server", SECOND, ids=name)
+def test_adaptive_servers_by_formula(server):
+    rate, b1, tau, w = 0.05, 0.8, 0.01, vectors(6, dtype=torch.float64)
+    after, sent = rounds(server, TARGETS, w)
     m, v = torch.zeros(6).double(), torch.full((6,), tau**2).double()
     for got, out in zip(after, sent, strict=True):
         torch.testing.assert_close(out, w, rtol=1e-8, atol=1e-8)
         d = halfway(w) - w
         m = b1 * m + (1 - b1) * d
-        v = b2 * v + (1 - b2) * d**2 if kind == "adam" else v - (1 - b2) * d**2 * torch.sign(v - d**2)
+        v = SECOND[server](v, d)
         w = w + rate * m / (v.sqrt() + tau)
         torch.testing.assert_close(got, w, rtol=1e-8, atol=1e-8)
 
@@ -213,6 +225,51 @@ def test_median_is_numpys(n):
         wild = [*rows[:4], torch.full((9,), 1e30)]
         (held,), _ = server_round(Median(), (torch.zeros(9),), (), [Upload((r,)) for r in wild], [1.0] * n)
         assert bool((held <= torch.stack(rows[:4]).amax(0)).all())
+
+
+@pytest.mark.parametrize(
+    ("n", "trim", "cut"), [(1, 0.4, 0), (2, 0.4, 0), (5, 0.1, 1), (10, 0.2, 2), (10, 0.25, 3), (6, 0, 0)]
+)
+def test_trimmed_mean_is_scipys_without_the_ends(n, trim, cut):
+    """Whatever the shares; two clients of ten that send what they like move it no further than the others' ends."""
+    rows = [vectors(9, seed=k) for k in range(n)]
+    server, uploads = TrimmedMean(trim), [Upload((r,)) for r in rows]
+    (found,), _ = server_round(server, (torch.zeros(9),), (), uploads, [1.0 + k for k in range(n)])
+    expected = stats.trim_mean(np.stack([r.numpy() for r in rows]).astype(np.float64), cut / n, axis=0)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-7)
+    if cut == 2:
+        wild = [*rows[:8], torch.full((9,), 1e30), torch.full((9,), -1e30)]
+        (held,), _ = server_round(server, (torch.zeros(9),), (), [Upload((r,)) for r in wild], [1.0] * n)
+        assert bool((held <= torch.stack(rows[:8]).amax(0)).all())
+        assert bool((held >= torch.stack(rows[:8]).amin(0)).all())
+
+
+def test_a_trim_of_half_is_refused():
+    with pytest.raises(ValueError, match=r"trim = 0\.5"):
+        TrimmedMean(0.5)
+
+
+@pytest.mark.parametrize("bound", [None, 0.5, 1e9])
+def test_norm_bound_by_formula(bound):
+    """Row by row in numpy; a bound that nobody reaches is the mean; one client far away moves w by its share of it."""
+    w, rows = vectors(9, seed=20), [vectors(9, seed=k) for k in range(5)]
+    uploads = [Upload((r,)) for r in rows]
+    (found,), _ = server_round(NormBound(bound), (w,), (), uploads, [1.0 + k for k in range(5)])
+    away = [(r - w).numpy().astype(np.float64) for r in rows]
+    most = np.median([np.linalg.norm(d) for d in away]) if bound is None else bound
+    expected = w.numpy() + np.mean([d * min(1, most / np.linalg.norm(d)) for d in away], axis=0)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-6)
+    if bound == 1e9:
+        torch.testing.assert_close(found, mean(rows, [1.0] * 5))
+        return
+    wild = [*rows[:4], torch.full((9,), 1e20)]
+    (held,), _ = server_round(NormBound(bound), (w,), (), [Upload((r,)) for r in wild], [1.0] * 5)
+    assert float((held - w).norm()) <= float(max(np.linalg.norm(d) for d in away)) + 1e-4
+
+
+def test_a_bound_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="above 0"):
+        NormBound(0.0)
 
 
 # --- every server ---

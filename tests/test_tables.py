@@ -207,7 +207,7 @@ def test_latex_and_markdown_keep_special_characters_apart():
 
 def test_csv_has_every_number_in_full():
     results = [cell("A, the first", 0, line(1, 1 / 3, clients=[1 / 3, 0.6]))]
-    (first,) = csv.DictReader(io.StringIO(tables.as_csv(tables.rows(results))))
+    (first,) = csv.DictReader(io.StringIO(tables.as_csv(tables.told_rows(results))))
     assert first["label"] == "A, the first"
     assert float(first["mean"]) == pytest.approx(100 / 3, abs=1e-12)
     assert (float(first["3-bit"]), first["p"]) == (60, "")

@@ -3,10 +3,10 @@
 import math
 import statistics
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -16,8 +16,12 @@ from qupel.core.layout import Layout, Slot
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import State
 from qupel.parts.methods.local import Local
+from qupel.parts.servers import add
+from qupel.parts.servers.mean import Mean
 from qupel.tasks.task import Evaluated, Problem
 from qupel.util.registry import REGISTRIES, Registry
+
+T, U = TypeVar("T"), TypeVar("U")
 
 # A model of 8 numbers; 1..6 are the quantized layer "q", two channels of three. f(v) = sum_k a_k (v_k - b_k)^2 / 2 -
 # everything in float64.
@@ -30,7 +34,7 @@ W = torch.tensor([0.0, -1.0, 0.5, 0.5, 0.0, 0.0, 1.0, 0.0]).double()
 C = torch.tensor([-0.8, 0.1, 1.0]).double()
 CLOCK = Clock(7, 40, 4)  # epoch 2
 QUANTIZED = range(1, 7)
-BATCH = (torch.zeros(1), torch.zeros(1))  # the toys look at no data
+BATCH = (torch.zeros(1, 1), torch.zeros(1, 1))  # of one client or a stack; the toys look at no data
 PLAN, CHANNELS = Plan({"q": 4}), Plan({"q": 4}, channels=True)
 STILL = {"lam": Schedule(0.0), "lam_c": Schedule(0.0)}  # no prox
 S = torch.tensor([0.5, 2.0]).double()  # scales of the two channels
@@ -98,6 +102,37 @@ def stepped(method, s, f: Problem = QUADRATIC, clock: Clock = CLOCK):
     return method.step(s, f, BATCH, clock)[0]
 
 
+def shifted(k: int) -> Problem:
+    """The quadratic of client k, with its minimum elsewhere."""
+    return problem(lambda v: (A * (v - B - k) ** 2).sum(-1) / 2)
+
+
+def federated(method, rounds: int, steps: int, w=W, problems=None, server=Mean(), clock: Clock = CLOCK):
+    """(what is sent after each round, states that received it): the clients' quadratics and a server."""
+    problems = [shifted(k) for k in range(3)] if problems is None else problems
+    rows = method.broadcast(w.clone())
+    models = getattr(method, "models", len(rows))
+    memory = server.start(rows[:models])
+    states = [method.start(state(x=w, w=w, c=None), Plan(), p) for p in problems]
+    seen, sent = [], rows
+    for _ in range(rounds):
+        so_far, beside = None, None
+        for k, p in enumerate(problems):
+            s = method.receive(states[k], sent)
+            for step in range(steps):
+                s = stepped(method, s, p, replace(clock, step=step))
+            states[k], upload = s, method.upload(s)
+            if upload is not None:
+                so_far = server.add(so_far, upload.part(slice(models)), 1.0)
+                beside = add(beside, upload.part(slice(models, None)), 1.0)
+        if so_far is not None:
+            new, memory = server.finish(rows[:models], so_far, memory)
+            rows = (*new, *beside.mean(rows[models:]))
+        sent = (*server.send(rows[:models], memory), *rows[models:])
+        seen.append(sent)
+    return seen, [method.receive(s, sent) for s in states]
+
+
 def tensors(s: Any) -> list[Tensor]:
     """All of a state, in the order of its fields."""
     if isinstance(s, Tensor):
@@ -144,6 +179,12 @@ def exact_center(mu, xs, kappa):
 def every(registry: Registry) -> list[Any]:
     """One of each registered part, with its defaults where it has them."""
     return [next(iter(examples(entry.part))) for entry in registry.all().values()]
+
+
+def cover(firsts: Sequence[T], seconds: Sequence[U]) -> list[tuple[T, U]]:
+    """Pairs in which each of the firsts meets two of the seconds, and each of the seconds two of the firsts."""
+    ways = [(k, k + shift) for k in range(max(len(firsts), len(seconds))) for shift in (0, 1)]
+    return [(firsts[i % len(firsts)], seconds[j % len(seconds)]) for i, j in ways]
 
 
 def name(part: Any) -> str:

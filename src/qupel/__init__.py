@@ -4,18 +4,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qupel.run.api import Client, Fit, fit, load
+    from qupel.data.clients import Client
+    from qupel.run.api import adapt, fit, load
+    from qupel.run.fit import Fit
     from qupel.run.recipes import Settings
     from qupel.util.errors import UserError
 
 __version__ = "0.2.0"
-__all__ = ["Client", "Fit", "Settings", "UserError", "fit", "load"]
+__all__ = ["Client", "Fit", "Settings", "UserError", "adapt", "fit", "load"]
 
 _HOMES = {
-    "Client": "run.api",
-    "Fit": "run.api",
+    "Client": "data.clients",
+    "Fit": "run.fit",
     "Settings": "run.recipes",
     "UserError": "util.errors",
+    "adapt": "run.api",
     "fit": "run.api",
     "load": "run.api",
 }

@@ -14,12 +14,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
+from qupel import __version__
 from qupel.deploy import commands as deploy
 from qupel.flower import commands as flower
 from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
+from qupel.run import lists
+from qupel.run.commands import adapt
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
     Watcher,
@@ -32,7 +34,7 @@ from qupel.util.terminal import (
     stop_requests,
 )
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
 ConfigFile = Annotated[Path | None, typer.Argument(help="a TOML file; none: the demo on embedded digits")]
 Out = Annotated[Path | None, typer.Option("--out", help="run directory (default: runs/<name>-<time>)")]
@@ -97,6 +99,20 @@ bits = 32
 [methods."k-means afterwards"]
 recipe = "ptq-kmeans"
 """
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"qupel {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="say which one this is")]
+
+
+@app.callback()
+def _start(version: Version = False) -> None:
+    """Federated learning in which every client ends with its own model, small enough for its own device."""
 
 
 @app.command()
@@ -245,11 +261,12 @@ def split(
 
     overrides = [*(set or []), *([_folder(data)] if data else [])]
     cfg = configs.load(config, overrides) if config else configs.parse(DEMO, "demo", overrides)
-    dataset = jobs.load_data(cfg.data.name, cfg.data.folder, cfg.data.limit)
+    dataset = jobs.data_of(cfg)
     parts = jobs.split_data(cfg, dataset, seed)
-    if dataset.classes is None:
+    labels = dataset.train.labels
+    if dataset.classes is None or labels is None:
         raise UserError(f"{dataset.name} has no class labels to count")
-    counts = partition.table(parts, dataset.train.targets, dataset.classes)
+    counts = partition.table(parts, labels, dataset.classes)
     table = Table("client", *[str(c) for c in range(dataset.classes)], "train", "valid", "test", padding=(0, 1))
     for i, (row, part) in enumerate(zip(counts, parts, strict=True)):
         cells = [str(n) if n else "[dim]·[/dim]" for n in row]
@@ -261,22 +278,6 @@ def split(
 
         split_picture(counts, dataset.labels, picture)
         out.print(f"drawn to {shown(picture)}")
-
-
-@app.command()
-def methods(markdown: Annotated[bool, typer.Option("--markdown", help="as docs/parts.md has it")] = False) -> None:
-    """List recipes, methods, quantizers, servers and codecs."""
-    from qupel.parts import codecs, methods, quantizers, servers
-    from qupel.run.recipes import recipes
-    from qupel.util.registry import Registry, parts_page
-
-    kinds: tuple[Registry[Any], ...] = (recipes, methods.methods, quantizers.quantizers, servers.servers, codecs.codecs)
-    if markdown:
-        print(parts_page(kinds))
-        return
-    for k, kind in enumerate(kinds):
-        out.print(("\n" if k else "") + f"[dim]{kind.kind}s[/dim]")
-        _list({name: (entry.about, entry.paper) for name, entry in kind.all().items()})
 
 
 @app.command()
@@ -297,34 +298,12 @@ def report(
         webbrowser.open(target.resolve().as_uri())
 
 
-@app.command()
-def datasets() -> None:
-    """List the data sets, one line each."""
-    from qupel.data.sources import NPZ, datasets
-
-    known = {name: (entry.about,) for name, entry in datasets.all().items()}
-    _list({**known, NPZ: ("your own train_inputs, train_targets, test_inputs, test_targets",)})
-
-
-@app.command()
-def models() -> None:
-    """List the models, one line each."""
-    from qupel.tasks.zoo import networks
-
-    _list({name: (entry.about,) for name, entry in networks.all().items()})
-
-
-def _list(items: dict[str, tuple[str, ...]]) -> None:
-    """A name each, what it is, where it is from."""
-    rows = Table.grid(padding=(0, 2, 0, 0))
-    rows.add_column(style="bold", no_wrap=True)
-    for name, (about, *source) in items.items():
-        told = Text(about).append(f" {source[0]}" if source and source[0] else "", "dim")
-        rows.add_row(Text(name), told)
-    out.print(rows, highlight=False)
-
-
 for _command, _name in (
+    (lists.methods, "methods"),
+    (lists.datasets, "datasets"),
+    (lists.models, "models"),
+    (lists.new, "new"),
+    (adapt, "adapt"),
     (deploy.export, "export"),
     (deploy.inspect, "inspect"),
     (deploy.predict, "predict"),
@@ -341,11 +320,22 @@ def _fail(text: str) -> None:
     err.print(plain(text, 2000), style="red", highlight=False, soft_wrap=True, markup=False)
 
 
-def main() -> None:
-    """User errors: one line, exit code 2. A stop on request: 130. Tracebacks only for bugs."""
+def _ended(e: Exception) -> int:
+    """The exit code of a run that could not go on; torch is loaded here only, so that help and completion are quick."""
     from qupel.engine.rounds import Failed, Stopped
     from qupel.engine.workers import WorkerDied
 
+    if isinstance(e, Stopped):
+        err.print(f"{shown(e)}; go on with --resume and the same --out", highlight=False, soft_wrap=True)
+        return 130
+    if not isinstance(e, Failed | WorkerDied):
+        raise e
+    _fail(f"error: {e}")
+    return 1
+
+
+def main() -> None:
+    """User errors: one line, exit code 2. A stop on request: 130. Tracebacks only for bugs."""
     speak_plainly()
     try:
         app(standalone_mode=True)
@@ -358,12 +348,8 @@ def main() -> None:
         where = f" ({e.filename})" if e.filename else ""
         _fail(f"error: {e.strerror or e}{where}")
         sys.exit(2)
-    except (Failed, WorkerDied) as e:
-        _fail(f"error: {e}")
-        sys.exit(1)
-    except Stopped as e:
-        err.print(f"{shown(e)}; go on with --resume and the same --out", highlight=False, soft_wrap=True)
-        sys.exit(130)
+    except Exception as e:
+        sys.exit(_ended(e))
     except KeyboardInterrupt:
         err.print("stopped at once; the last checkpoint is intact: go on with --resume and the same --out")
         sys.exit(130)

@@ -160,7 +160,7 @@ def plan_bits(
             raise UserError(_nothing_to_quantize(layout, bits, named=layers is not None))
         bits = dict.fromkeys(chosen, bits)
     plan = {}
-    for name, b in zip(choose_layers(layout, bits), bits.values(), strict=True):
+    for name, b in ((name, b) for given, b in bits.items() for name in choose_layers(layout, [given])):
         if b != FULL_PRECISION and not 1 <= b <= 8:
             raise UserError(f"bits = {b} for layer {name!r}: allowed are 1 to 8, and 32 for full precision")
         if b != FULL_PRECISION:
@@ -170,7 +170,7 @@ def plan_bits(
 
 def _nothing_to_quantize(layout: Layout, bits: int, named: bool) -> str:
     """Why no layer would get these bits, and what to do."""
-    why = "no layer is named" if named else "it has no Linear or Conv layer"
+    why = "no layer is named" if named else "it has no layer of a kind that can be"
     if layout.ends and not named:
         why = "its first and its last layer stay full precision, and there is no other"
     for reason in dict.fromkeys(layout.barred.values()):

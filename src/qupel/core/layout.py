@@ -8,18 +8,62 @@ module as they are, and go into its file from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qupel.util.errors import UserError
 
-_QUANTIZABLE = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+
+@dataclass(frozen=True)
+class Kind:
+    """Layers of one kind, and the names of a layer's weights. A class that is not torch's is given by its path, so that
+    nobody has to load it."""
+
+    classes: tuple[type[nn.Module] | str, ...]
+    weights: Callable[[Any], Iterable[str]]
+    about: str  # its weights in words, for docs/layers.md
+
+    def __contains__(self, module: nn.Module) -> bool:
+        paths = {f"{c.__module__}.{c.__qualname__}" for c in type(module).__mro__}
+        return any(c in paths if isinstance(c, str) else isinstance(module, c) for c in self.classes)
+
+    @property
+    def names(self) -> list[str]:
+        return [c if isinstance(c, str) else c.__name__ for c in self.classes]
+
+
+def _weight(layer: nn.Module) -> tuple[str, ...]:
+    return ("weight",)
+
+
+def _recurrent(layer: nn.RNNBase) -> list[str]:
+    return [name for name in layer._flat_weights_names if name.startswith("weight")]
+
+
+def _attention(layer: nn.MultiheadAttention) -> list[str]:
+    same = layer._qkv_same_embed_dim
+    return ["in_proj_weight"] if same else ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+
+
+KINDS = (
+    Kind((nn.Linear, nn.Bilinear, "transformers.pytorch_utils.Conv1D"), _weight, "`weight`"),
+    Kind((nn.Conv1d, nn.Conv2d, nn.Conv3d), _weight, "`weight`"),
+    Kind((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _weight, "`weight`"),
+    Kind((nn.Embedding, nn.EmbeddingBag), _weight, "`weight`, unless it has a `max_norm`"),
+    Kind((nn.LSTM, nn.GRU, nn.RNN), _recurrent, "`weight_ih_l*`, `weight_hh_l*`, also `_reverse`, `weight_hr_l*`"),
+    Kind((nn.LSTMCell, nn.GRUCell, nn.RNNCell), lambda _: ("weight_ih", "weight_hh"), "`weight_ih`, `weight_hh`"),
+    Kind(
+        (nn.MultiheadAttention,),
+        _attention,
+        "`in_proj_weight`, or `q_proj_weight`, `k_proj_weight`, `v_proj_weight`; its `out_proj` is a Linear",
+    ),
+)  # what is quantized by default, the first and the last weight apart
+
+VECTOR = "a vector"
 
 
 @dataclass(frozen=True)
@@ -53,6 +97,7 @@ class Slot:
 
     def flat(self, value: Tensor) -> Tensor:
         """The inverse of `view`: a value of the parameter in the order of the vector (..., size)."""
+        value = value.to_dense() if value.is_sparse else value  # a gradient of Embedding(sparse=True)
         clients = value.shape[: value.ndim - len(self.shape)]
         return (value.movedim(-3, -1) if len(self.shape) == 4 else value).reshape(*clients, self.size)
 
@@ -61,9 +106,9 @@ class Slot:
 class Layout:
     """Names and slices of a module's parameters in one vector of length `size`.
 
-    weights  the layers that can be quantized, in the module's order; of shared weights the first name
-    ends     the module's first and last Linear/Conv weight
-    barred   a Linear/Conv weight that cannot be quantized -> why
+    weights  of layers that can be quantized (`KINDS`), in the module's order; of shared weights the first name
+    ends     the module's first and last such weight
+    barred   such a weight that cannot be quantized -> why
     frozen   how many numbers of the model are in frozen parameters, outside of the vector
     """
 
@@ -102,8 +147,23 @@ class Layout:
         raise UserError(f"no layer named {name!r}; this model has: {', '.join(s.name for s in self.slots)}")
 
     def default_layers(self) -> tuple[str, ...]:
-        """The paper's choice: every Linear/Conv weight but the first, the last and what is tied to them."""
+        """The paper's choice: every layer's weight but the first, the last and what is tied to them."""
         return tuple(w for w in self.weights if w not in self.ends)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Parameters of two dimensions and more that belong to no known layer: quantized where they are named."""
+        return tuple(s.name for s in self.slots if len(s.shape) > 1 and s.name not in self.weights)
+
+    def left(self, chosen: Iterable[str]) -> dict[str, str]:
+        """What stays full precision where these layers are quantized -> why; vectors, such as biases, last."""
+        chosen, first, last = set(chosen), self.ends[:1], self.ends[-1:]
+        why = dict.fromkeys(self.weights, "not named")
+        why |= dict.fromkeys(last, "the last layer") | dict.fromkeys(first, "the first layer")
+        why |= dict.fromkeys(first, "the first and the last layer") if first == last else {}
+        why |= dict.fromkeys(self.others, "of no known kind of layer, not named") | dict(self.barred)
+        why |= {s.name: VECTOR for s in self.slots if len(s.shape) < 2}
+        return {name: reason for name, reason in why.items() if name not in chosen}
 
     def flatten(self, module: nn.Module) -> Tensor:
         """The module's parameters as a new vector (d,)."""
@@ -135,33 +195,64 @@ class Layout:
 
 
 def _layers(module: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """Every Linear/Conv layer's weight by name, in the module's order, and why some of them cannot be quantized."""
+    """Every layer's weights by name, in the module's order, and why some of them cannot be quantized."""
     names = {id(p): name for name, p in module.named_parameters()}  # of shared ones the first
     layers, barred = [], {}
     for path, m in module.named_modules():
-        if not isinstance(m, _QUANTIZABLE):
-            continue
-        weight, name = m._parameters.get("weight"), f"{path}.weight" if path else "weight"
-        if weight is None:
-            barred[name] = "computed from other parameters, as weight_norm does (which can be taken off before)"
-        else:
-            name = names[id(weight)]
-            if not weight.requires_grad:
-                barred[name] = "frozen (requires_grad=False), it stays as it is"
-        layers.append(name)
+        for own in next((kind.weights(m) for kind in KINDS if m in kind), ()):
+            weight, name = m._parameters.get(own), f"{path}.{own}" if path else own
+            if weight is None:
+                barred[name] = "computed from other parameters, as weight_norm does (which can be taken off before)"
+            else:
+                name = names[id(weight)]
+                if not weight.requires_grad:
+                    barred[name] = "frozen (requires_grad=False), it stays as it is"
+                elif getattr(m, "max_norm", None) is not None:
+                    barred[name] = "its max_norm changes it whenever it is used"
+            layers.append(name)
     return layers, barred
 
 
 def choose_layers(layout: Layout, names: Iterable[str] | None) -> tuple[str, ...]:
-    """The layers to quantize: the default ones, or those named, with or without `.weight`."""
+    """The layers to quantize: the default ones, or those named, with or without `.weight`; the name of a layer with
+    several weights, such as an LSTM's, means all of them."""
     if names is None:
         return layout.default_layers()
-    chosen = []
+    chosen: list[str] = []
     for name in names:
-        full = name if name in {*layout.barred, *(s.name for s in layout.slots)} else f"{name}.weight"
-        if full in layout.barred:
-            raise UserError(f"layer {name!r} cannot be quantized: {layout.barred[full]}")
-        if full not in layout.weights:
-            raise UserError(f"no layer {name!r} to quantize; this model has: {', '.join(layout.weights)}")
-        chosen.append(full)
+        chosen += _named(layout, name)
     return tuple(chosen)
+
+
+def _named(layout: Layout, name: str) -> list[str]:
+    full = name if name in {*layout.barred, *(s.name for s in layout.slots)} else f"{name}.weight"
+    if full in layout.barred:
+        raise UserError(f"layer {name!r} cannot be quantized: {layout.barred[full]}")
+    if full in layout.weights or full in layout.others:
+        return [full]
+    within = [w for w in layout.weights if name and w.rpartition(".")[0] == name]
+    if not within:
+        raise UserError(f"no layer {name!r} to quantize; this model has: {', '.join(layout.weights)}")
+    return within
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of a model is quantized, and why the rest is not."""
+
+    quantized: int  # numbers
+    numbers: int  # in all, buffers apart
+    left: Mapping[str, str]  # what is full precision -> why
+
+    @staticmethod
+    def of(layout: Layout, chosen: Iterable[str]) -> Coverage:
+        chosen = tuple(chosen)
+        return Coverage(sum(layout[name].size for name in chosen), layout.size + layout.frozen, layout.left(chosen))
+
+    def __str__(self) -> str:
+        """One line for people."""
+        named = [f"{name.removesuffix('.weight')} ({why})" for name, why in self.left.items() if why != VECTOR]
+        vectors = len(self.left) - len(named)
+        rest = ", ".join(named + ([f"{vectors} biases and other vectors"] if vectors else []))
+        share = f"{self.quantized:,} of {self.numbers:,} numbers ({self.quantized / max(1, self.numbers):.1%})"
+        return f"{share}; full precision: {rest or 'nothing'}"

@@ -8,6 +8,7 @@ Soft: Q~_c(x)_k = c_1 + sum_{j=2..m} (c_j - c_{j-1}) sigmoid(P (x_k - (c_j + c_{
 m may be any number from 1 on, not only a power of two.
 """
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +19,7 @@ from qupel.util.errors import UserError
 
 BITS = range(1, 9)
 LEVELS = range(1, 257)
-INITS = ("paper", "range", "signs", "kmeans", "quantile")
+INITS = ("paper", "range", "signs", "kmeans", "quantile", "aciq")
 
 _COMPARE_UP_TO = 32  # levels; comparing with every boundary beats a branching binary search up to about here
 _BINS = 1_024  # k-means is solved exactly on at most this many bins
@@ -169,6 +170,9 @@ def init_centers(x: Tensor, bits: int | None = None, how: str = "paper", *, leve
     kmeans    minimizes sum_k min_j (x_k - c_j)^2: exactly up to 1024 weights, beyond that exactly on 1024 bins of
               neighboring weights and then by Lloyd's iteration on all of them
     quantile  the (j + 1/2)/m quantiles, j = 0..m-1
+    aciq      the middles of m even cells from mean - a to mean + a, where a clips a Laplace distribution of the layer's
+              deviation b = mean |x - mean| with the least squared error (Banner et al., NeurIPS 2019): 2 b exp(-a/b) =
+              2 a / (3 m^2), that is a = b W(3 m^2), W Lambert's function; not beyond the least and largest weight
 
     Deterministic. A constant layer gets m equal centers.
     """
@@ -193,6 +197,8 @@ def init_centers(x: Tensor, bits: int | None = None, how: str = "paper", *, leve
         return _signs(x)
     if how == "kmeans":
         return _kmeans(x, levels)
+    if how == "aciq":
+        return _clipped(x, levels)
     return _quantiles(x.sort().values, levels)
 
 
@@ -201,6 +207,15 @@ def _even(x: Tensor, m: int) -> Tensor:
     if m == 1:
         low = high = low / 2 + high / 2
     return torch.linspace(low, high, m, dtype=x.dtype, device=x.device)
+
+
+def _clipped(x: Tensor, m: int) -> Tensor:
+    a = math.log(3 * m**2)
+    for _ in range(20):  # Newton's steps to a exp(a) = 3 m^2
+        a -= (a - 3 * m**2 * math.exp(-a)) / (1 + a)
+    clip, (least, most) = a * (x - x.mean()).abs().mean(), x.aminmax()
+    low, high = (x.mean() - clip).clamp(least, most), (x.mean() + clip).clamp(least, most)
+    return low + (high - low) * (torch.arange(m, dtype=x.dtype, device=x.device) + 0.5) / m
 
 
 def _signs(x: Tensor) -> Tensor:

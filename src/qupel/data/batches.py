@@ -8,12 +8,16 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qupel.data.sources import Arrays, Dataset
+from qupel.data.samples import Samples
+from qupel.data.sources import Dataset
+from qupel.tasks.task import Batch
+from qupel.tasks.trees import Tree, over
 from qupel.util.errors import UserError
 
 
@@ -61,7 +65,8 @@ def rows_of_steps(seed: int, client: int, step: int, steps: int, count: int, siz
 
 @dataclass(frozen=True, eq=False)
 class Transform:
-    """Rows of inputs -> float32: normalized, and in training randomly flipped and cropped.
+    """Rows of inputs -> float32: normalized, and in training randomly flipped and cropped. Whole numbers (tokens) and
+    truth values stay what they are.
 
     mean, std  per channel (C,), of uint8 inputs as fractions of 255; None: uint8 is divided by 255, floats are kept
     augment    images are mirrored with probability 1/2 (if `flip`) and cropped at random from a frame of `pad` pixels.
@@ -83,14 +88,20 @@ class Transform:
     @classmethod
     def of(cls, dataset: Dataset, augment: bool = False, pad: int = 4) -> "Transform":
         """The transform that the data set's own mean, std and symmetry ask for."""
-        if augment and dataset.train.inputs.ndim != 4:
-            shape = tuple(dataset.train.inputs.shape[1:])
+        if augment and len(dataset.shape) != 3:
             raise UserError(
-                f"augment: {dataset.name} has inputs of shape {shape}; only images (C, H, W) can be augmented"
+                f"augment: {dataset.name} has inputs of shape {dataset.shape}; only images (C, H, W) can be augmented"
             )
         known = bool(dataset.mean)
         mean, std = (torch.tensor(dataset.mean), torch.tensor(dataset.std)) if known else (None, None)
         return cls(mean, std, augment, pad, dataset.mirror)
+
+    @property
+    def scale(self) -> dict[str, Any]:
+        """mean and std as numbers, as files have them."""
+        if self.mean is None or self.std is None:
+            return {}
+        return {"mean": tuple(self.mean.tolist()), "std": tuple(self.std.tolist())}
 
     @cached_property
     def _affine(self) -> dict[bool, tuple[Tensor, Tensor] | None]:
@@ -100,11 +111,15 @@ class Transform:
         shift = -self.mean / self.std
         return {True: (1 / (255 * self.std), shift), False: (1 / self.std, shift)}
 
-    def apply(self, inputs: Tensor, rng: np.random.Generator | None = None) -> Tensor:
+    def apply(self, inputs: Tree, rng: np.random.Generator | None = None) -> Tree:
         """uint8 or float (n, C, ...) -> float32 of the same shape, images in channels_last memory order.
 
         Augments only when `augment` is set and a generator is given; evaluation gives none.
         """
+        if not isinstance(inputs, Tensor):
+            return over(self.apply, inputs)
+        if inputs.dtype in (torch.int64, torch.bool):
+            return inputs.clone()
         values = inputs.to(torch.float32, copy=True)  # never a view of the data set
         affine = self._affine[inputs.dtype == torch.uint8]
         if affine is not None:
@@ -136,21 +151,17 @@ class Transform:
 
 
 def batch(
-    arrays: Arrays, rows: np.ndarray | Tensor, transform: Transform, rng: np.random.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """(inputs, targets) of these rows; augmented when the transform says so and `rng` is given."""
-    index = torch.as_tensor(rows).to(arrays.inputs.device)
-    inputs, targets = (
-        arrays.inputs.index_select(0, index),
-        arrays.targets.index_select(0, index),
-    )  # 10x faster than [index]
-    return transform.apply(inputs, rng), targets
+    samples: Samples, rows: np.ndarray | Tensor, transform: Transform, rng: np.random.Generator | None = None
+) -> Batch:
+    """The batch of these rows; augmented when the transform says so and `rng` is given."""
+    inputs, targets, given = samples.read(rows)
+    return Batch(transform.apply(inputs, rng), targets, given)
 
 
-def chunks(arrays: Arrays, size: int, transform: Transform) -> Iterator[tuple[Tensor, Tensor]]:
+def chunks(samples: Samples, size: int, transform: Transform) -> Iterator[Batch]:
     """All samples in order, at most `size` at a time, never augmented: what evaluation iterates."""
     if size < 1:
         raise UserError(f"evaluation batch of {size}: at least 1")
-    for start in range(0, len(arrays), size):
-        stop = start + size
-        yield transform.apply(arrays.inputs[start:stop]), arrays.targets[start:stop]
+    for start in range(0, len(samples), size):
+        inputs, targets, given = samples.read(slice(start, min(start + size, len(samples))))
+        yield Batch(transform.apply(inputs), targets, given)

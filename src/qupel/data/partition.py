@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from qupel.data.batches import generator
-from qupel.data.sources import Arrays, Dataset
+from qupel.data.samples import Samples
+from qupel.data.sources import Dataset
 from qupel.util.errors import UserError
 
+T = TypeVar("T")
 Values = np.ndarray | Tensor | Sequence[int]
 
 
@@ -27,13 +29,13 @@ class Part:
     validation_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     test_from_train: bool = False
 
-    def train(self, dataset: Dataset) -> Arrays:
+    def train(self, dataset: Dataset) -> Samples:
         return dataset.train.take(self.train_rows)
 
-    def validation(self, dataset: Dataset) -> Arrays:
+    def validation(self, dataset: Dataset) -> Samples:
         return dataset.train.take(self.validation_rows)
 
-    def test(self, dataset: Dataset) -> Arrays:
+    def test(self, dataset: Dataset) -> Samples:
         return (dataset.train if self.test_from_train else dataset.test).take(self.test_rows)
 
 
@@ -252,6 +254,15 @@ def by_group(
     return parts
 
 
+def by_owner(dataset: Dataset) -> list[Part]:
+    """The clients whose samples a data set is made of; who has no test samples is judged on none."""
+    if dataset.train.groups is None or dataset.test.groups is None:
+        raise UserError(f"{dataset.name} names owners, but not the owner of each sample (groups)")
+    groups = np.asarray(dataset.train.groups), np.asarray(dataset.test.groups)
+    train, test = (_owned(np.where(g < 0, len(dataset.owners), g), len(dataset.owners) + 1) for g in groups)
+    return [Part(a, b) for a, b in zip(train[:-1], test[:-1], strict=True)]
+
+
 def given(train_rows: Sequence[Any], test_rows: Sequence[Any] | None, train_count: int, test_count: int) -> list[Part]:
     """The user's own split: one list of row numbers per client. Train rows must not be shared; test rows may.
 
@@ -292,7 +303,7 @@ def _rows(client: int, split: str, values: Any, count: int) -> np.ndarray:
     return unique
 
 
-def hold_out(parts: Sequence[Part], fraction: float, seed: int, targets: Values) -> list[Part]:
+def hold_out(parts: Sequence[Part], fraction: float, seed: int, targets: Values | None) -> list[Part]:
     """Move a fraction of each client's train rows to its validation rows: at least one, and at least one stays.
 
     With labels (whole numbers) every class gives its share (largest remainders); otherwise rows are drawn at random. A
@@ -302,7 +313,7 @@ def hold_out(parts: Sequence[Part], fraction: float, seed: int, targets: Values)
         raise UserError(f"validation fraction {fraction}: allowed are numbers from 0 to below 1")
     if fraction == 0:
         return list(parts)
-    values = np.asarray(targets)
+    values = np.asarray([] if targets is None else targets)
     labelled = values.ndim == 1 and values.dtype.kind in "iu"
     result = []
     for client, part in enumerate(parts):
@@ -320,6 +331,17 @@ def hold_out(parts: Sequence[Part], fraction: float, seed: int, targets: Values)
         validation = np.concatenate([part.validation_rows, rows[held]])
         result.append(replace(part, train_rows=np.sort(rows[~held]), validation_rows=np.sort(validation)))
     return result
+
+
+def leave_out(parts: Sequence[T], unseen: float, seed: int) -> tuple[list[T], list[T]]:
+    """(clients that train, clients that join later), in their order. unseen: a share below 1, or how many; they are
+    drawn at random."""
+    count = round(unseen * len(parts)) if unseen < 1 else int(unseen)
+    if not 1 <= count < len(parts):
+        allowed = f"1 to {len(parts) - 1}" if len(parts) > 1 else "none"
+        raise UserError(f"unseen = {unseen:g} is {count} of {len(parts)} clients; allowed are {allowed}")
+    later = set(generator(seed, "unseen").permutation(len(parts))[:count].tolist())
+    return [p for i, p in enumerate(parts) if i not in later], [p for i, p in enumerate(parts) if i in later]
 
 
 def table(parts: Sequence[Part], targets: Values, classes: int) -> np.ndarray:

@@ -1,9 +1,10 @@
 """Data sets as tensors in memory: the known image sets, the user's own `.npz` file, the user's own arrays."""
 
 import hashlib
+import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from qupel.data import checks, images, npz
+from qupel.data.samples import Arrays, Samples, shape_of
+from qupel.data.scale import scale_of
+from qupel.tasks.trees import leaves
 from qupel.util.errors import UserError
 from qupel.util.registry import Registry
 
@@ -21,62 +24,43 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Arrays:
-    """Samples in memory.
-
-    inputs   uint8 images (n, C, H, W), or float32 (n, ...)
-    targets  labels int64 (n,), or float32 (n, ...) for regression and multi-label tasks
-    groups   int64 (n,), the natural owner (user, device, hospital) of each sample, when known
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    groups: Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def take(self, rows: np.ndarray | Tensor) -> "Arrays":
-        """The samples at these row numbers, in this order (a copy)."""
-        index = torch.as_tensor(rows, dtype=torch.int64).to(self.inputs.device)
-        groups = None if self.groups is None else self.groups.index_select(0, index)
-        return Arrays(self.inputs.index_select(0, index), self.targets.index_select(0, index), groups)
-
-    def to(self, device: torch.device) -> "Arrays":
-        groups = None if self.groups is None else self.groups.to(device)
-        return Arrays(self.inputs.to(device), self.targets.to(device), groups)
-
-
-@dataclass(frozen=True, eq=False)
 class Dataset:
     """A train and a test set.
 
+    owners     names of the clients whose samples these are, in the order of their numbers in `groups`; () where who
+               gets what is for a split to say
     classes    number of classes when targets are labels, else None
     labels     names of the classes, or ()
-    mean, std  per channel of the train images, as fractions of 255; () for float inputs, which are used as they are
+    mean, std  per channel of the train images, as fractions of 255; of float inputs where they are to be standardized,
+               else (): they are used as they are
     mirror     a mirrored image keeps its label (false for digits), so that augmentation may flip it
     note       what to say beside a number measured on this data
+    unseen     numbers of owners that take no part in training: clients that join later
     """
 
     name: str
-    train: Arrays
-    test: Arrays
+    train: Samples
+    test: Samples
     classes: int | None
     labels: tuple[str, ...] = ()
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     mirror: bool = True
     note: str = ""
+    owners: tuple[str, ...] = ()
+    unseen: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one input; () where a sample has several."""
+        return shape_of(self.train)
 
 
 def identity(data: Dataset) -> str:
-    """A checksum of everything that is learned from or judged on."""
+    """A checksum of everything that is learned from or judged on; of what is not in memory, of a few rows."""
     found = hashlib.sha256()
-    for arrays in (data.train, data.test):
-        for tensor in (arrays.inputs, arrays.targets, arrays.groups):
-            if tensor is not None:
-                found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-                found.update(np.ascontiguousarray(tensor.cpu().numpy()).data)
+    for samples in (data.train, data.test):
+        samples.mark(found)
     return found.hexdigest()
 
 
@@ -121,31 +105,51 @@ _IMAGES = {
 }
 Folder = str | os.PathLike[str] | None
 datasets: Registry[Callable[..., Dataset]] = Registry("data set")
-NPZ = "PATH.npz"  # stands in lists for the user's own file
+NPZ, FOLDER = "PATH.npz", "FOLDER/"  # stand in lists for the user's own file, or a file for each client
+LEAF = "leaf:"  # before the folder of LEAF's files
 
 
-def load(name: str, folder: Folder = None, limit: int | None = None) -> Dataset:
-    """The data set `name`: a registered one, the path of an `.npz` file, or "module:function" of your own, which
-    returns a Dataset or (train inputs, train targets, test inputs, test targets).
+def load(name: str, folder: Folder = None, limit: int | None = None, args: Mapping[str, Any] | None = None) -> Dataset:
+    """The data set `name`: a registered one, the path of an `.npz` file, a folder with a file for each client, or
+    "module:function" of your own (`data.own`).
 
     folder  where Parquet files are looked for: FOLDER/NAME/*.parquet or FOLDER/*.parquet; by default QUPEL_DATA
-    limit   take only the first `limit` samples of each split
+    limit   take only the first `limit` samples of each split; of data that come as clients, of each client
+    args    settings of a registered data set, or what a function of your own is called with
     """
+    from qupel.data import own  # which makes data sets of what it finds
+
+    given = dict(args or {})
+
     if limit is not None and limit < 1:
         raise UserError(f"limit {limit}: at least 1")
+    if name.startswith(LEAF):
+        return replace(_registered("leaf", name.removeprefix(LEAF), limit, given), name=name)
+    if is_known(name):
+        return _registered(_key(name), folder, limit, given)
+    if given and ":" not in name:
+        raise UserError(f'data.args are for a data set of `qupel datasets` or for "module:function", not for {name!r}')
     if name.endswith(".npz"):
         return _first(from_npz(name), limit)
-    if is_known(name):
-        return datasets[_key(name)](folder, limit)
+    if name.endswith(("/", os.sep)) or Path(name).expanduser().is_dir():
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            raise UserError(f"data folder {name} does not exist or is not a folder")
+        return _first(own.from_folder(path), limit)
     if ":" not in name:
-        raise UserError(f'unknown data set {name!r}; known are {", ".join((*datasets, NPZ))}, or "module:function"')
-    try:
-        found: Any = datasets[name]()
-        made = found if isinstance(found, Dataset) else from_arrays(*found)
-    except TypeError as e:
-        wanted = "it must take no arguments and return a Dataset or four arrays"
-        raise UserError(f"data set {name!r}: {wanted}: {e}") from None
-    return _first(replace(made, name=name), limit)
+        known = ", ".join((*datasets, NPZ, FOLDER))
+        raise UserError(f'unknown data set {name!r}; known are {known}, or "module:function"')
+    return _first(own.from_function(name, datasets[name], args or {}), limit)
+
+
+def _registered(name: str, folder: Folder, limit: int | None, args: dict[str, Any]) -> Dataset:
+    """args: those that the data set's function takes beside folder and limit."""
+    loader = datasets[name]
+    known = [key for key in inspect.signature(loader).parameters if key not in ("folder", "limit", "name")]
+    if unknown := [key for key in args if key not in known]:
+        allowed = f"allowed: {', '.join(known)}" if known else "it has none"
+        raise UserError(f"data.args.{unknown[0]}: unknown setting of {name}; {allowed}")
+    return loader(folder, limit, **args)
 
 
 def is_known(name: str) -> bool:
@@ -156,14 +160,23 @@ def is_known(name: str) -> bool:
 def _key(name: str) -> str:
     """CIFAR-10, cifar_10 -> cifar10; fashion-mnist, FashionMNIST -> fashion_mnist."""
     squeezed = name.lower().replace("-", "").replace("_", "")
-    return next((known for known in _IMAGES if known.replace("_", "") == squeezed), squeezed)
+    return next((known for known in datasets if known.replace("_", "") == squeezed), squeezed)
 
 
 def _first(dataset: Dataset, limit: int | None) -> Dataset:
     if limit is None:
         return dataset
-    train, test = (split.take(np.arange(min(limit, len(split)))) for split in (dataset.train, dataset.test))
+    train, test = (
+        split.take(_first_rows(split, limit, bool(dataset.owners))) for split in (dataset.train, dataset.test)
+    )
     return replace(dataset, train=train, test=test)
+
+
+def _first_rows(split: Samples, limit: int, of_each_owner: bool) -> np.ndarray:
+    if not of_each_owner or split.groups is None:
+        return np.arange(min(limit, len(split)))
+    groups = np.asarray(split.groups)
+    return np.sort(np.concatenate([np.flatnonzero(groups == owner)[:limit] for owner in np.unique(groups)]))
 
 
 @datasets.register("digits", about="1,797 grey handwritten digits of 8x8, 10 classes; needs no files")
@@ -192,7 +205,7 @@ def _image_set(name: str, folder: str | os.PathLike[str] | None, limit: int | No
     train, test = (
         Arrays(torch.from_numpy(splits[s].images), torch.from_numpy(splits[s].labels)) for s in ("train", "test")
     )
-    mean, std = _statistics(train.inputs)
+    mean, std = scale_of(train, unit=255)
     note = ""
     if any("JPEG" in split.encodings for split in splits.values()):
         note = f"JPEG copy of {name}: re-encoded with loss, not the original pixels"
@@ -269,19 +282,6 @@ def _fetch(hub: str, wanted: images.Wanted) -> dict[str, images.Split]:
     return splits
 
 
-def _statistics(inputs: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of uint8 (n, C, H, W), in units of 255; a flat channel's std is 1."""
-    count = inputs.numel() // inputs.shape[1]
-    total = square = torch.zeros(inputs.shape[1], dtype=torch.float64)  # (C,)
-    for part in inputs.split(1000):
-        values = part.to(torch.float64)
-        total = total + values.sum((0, 2, 3))
-        square = square + values.square().sum((0, 2, 3))
-    mean = total / count / 255  # (C,)
-    std = (square / count / 255**2 - mean.square()).clamp_min(0).sqrt()
-    return tuple(mean.tolist()), tuple(value or 1.0 for value in std.tolist())
-
-
 NPZ_NAMES = (
     ("train_inputs", "train_targets", "test_inputs", "test_targets"),
     ("x_train", "y_train", "x_test", "y_test"),
@@ -334,30 +334,64 @@ def from_arrays(
     name: str = "arrays",
     mirror: bool = True,
 ) -> Dataset:
-    """A data set from arrays or tensors.
+    """A data set from arrays or tensors, or from dicts or tuples of them; a memory-mapped array stays in its file.
 
     inputs   uint8 (n, C, H, W), (n, H, W, C) or (n, H, W) are images. Of four dimensions the channels are the last when
-             the last has size 1, 3 or 4 and the second has not; otherwise they are the second. Everything else becomes
-             float32 and is used as it is.
-    targets  whole numbers (n,) or (n, 1) are labels 0..classes-1; whole numbers (n, k) and floats become float32. With
-             `classes` given, targets of any number type are labels.
+             the last has size 1, 3 or 4 and the second has not; otherwise they are the second. Other whole numbers
+             (tokens) become int64, everything else float32, used as it is.
+    targets  whole numbers (n,) or (n, 1) are labels 0..classes-1; whole numbers of other shapes stay whole numbers,
+             floats become float32. With `classes` given, targets (n,) of any number type are labels.
     groups   whole numbers or strings (n,)
     """
     inputs = checks.inputs("train_inputs", train_inputs), checks.inputs("test_inputs", test_inputs)
-    if inputs[0].shape[1:] != inputs[1].shape[1:] or inputs[0].dtype != inputs[1].dtype:
-        shapes = " and ".join(f"{x.dtype} {tuple(x.shape[1:])}".removeprefix("torch.") for x in inputs)
-        raise UserError(f"train and test inputs differ in kind: {shapes}")
-    named = ("train_targets", train_targets, len(inputs[0])), ("test_targets", test_targets, len(inputs[1]))
+    counts = [len(leaves(x)[0]) for x in inputs]
+    named = ("train_targets", train_targets, counts[0]), ("test_targets", test_targets, counts[1])
     train, test = (checks.targets(what, values, rows, classes) for what, values, rows in named)
-    if train.dtype != test.dtype or train.shape[1:] != test.shape[1:]:
-        raise UserError("train_targets and test_targets differ in kind: both labels, or both numbers of one shape")
-    if train.dtype == torch.int64 and classes is None:
-        classes = int(torch.cat([train, test]).max()) + 1
+    groups = checks.groups(train_groups, test_groups, *counts)
+    splits = Arrays(inputs[0], train, groups[0]), Arrays(inputs[1], test, groups[1])
+    same_kind("train and test", *splits)
+    return from_samples(*splits, classes=classes, labels=labels, name=name, mirror=mirror)
+
+
+def same_kind(who: str, one: Samples, other: Samples) -> None:
+    """Refuse samples of two kinds."""
+    inputs, targets = zip(one.kinds, other.kinds, strict=True)
+    for what, kinds in (("inputs", inputs), ("targets", targets)):
+        if kinds[0] != kinds[1]:
+            shown = " and ".join(str(kind_in_words(kind)) for kind in kinds)
+            hint = "" if what == "inputs" else "; both labels, or both numbers of one shape"
+            raise UserError(f"{who} {what} differ in kind: {shown}{hint}")
+
+
+def kind_in_words(kind: Any) -> str:
+    """
+    >>> kind_in_words({"ids": (torch.int64, (5,)), "mask": (torch.bool, (5,))})
+    'ids: int64 (5,), mask: bool (5,)'
+    """
+    if isinstance(kind, dict):
+        return ", ".join(f"{key}: {kind_in_words(part)}" for key, part in kind.items())
+    if isinstance(kind[0], torch.dtype):
+        return f"{kind[0]} {tuple(kind[1])}".removeprefix("torch.")
+    return ", ".join(map(kind_in_words, kind))
+
+
+def from_samples(
+    train: Samples,
+    test: Samples,
+    *,
+    classes: int | None = None,
+    labels: tuple[str, ...] = (),
+    name: str = "samples",
+    mirror: bool = True,
+    owners: tuple[str, ...] = (),
+) -> Dataset:
+    """A data set from samples of any kind; where all their labels are known, with the number of classes."""
+    if classes is None and train.labels is not None and test.labels is not None:
+        classes = 1 + max(int(known.max()) for known in (train.labels, test.labels))
         if classes > max(1000, len(train) + len(test)):
             raise UserError(f"labels go up to {classes - 1}: more classes than samples; number them 0, 1, 2, ...")
     if labels and len(labels) != classes:
         raise UserError(f"{len(labels)} names of classes for {classes} classes")
-    groups = checks.groups(train_groups, test_groups, len(train), len(test))
-    mean, std = _statistics(inputs[0]) if inputs[0].dtype == torch.uint8 else ((), ())
-    splits = Arrays(inputs[0], train, groups[0]), Arrays(inputs[1], test, groups[1])
-    return Dataset(name, *splits, classes, tuple(labels), mean, std, mirror)
+    kind = train.kinds[0]
+    mean, std = scale_of(train, unit=255) if isinstance(kind, tuple) and kind[0] == torch.uint8 else ((), ())
+    return Dataset(name, train, test, classes, tuple(labels), mean, std, mirror, owners=owners)

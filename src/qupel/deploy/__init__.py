@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qupel.deploy.about import About
+    from qupel.deploy.about import About, Input
     from qupel.deploy.budget import BudgetPlan, Planner, plan_budget
     from qupel.deploy.coreml import export_coreml
     from qupel.deploy.file import load, save
@@ -19,6 +19,7 @@ __all__ = [
     "About",
     "BudgetPlan",
     "FormatError",
+    "Input",
     "Packed",
     "Planner",
     "empty",
@@ -32,7 +33,7 @@ __all__ = [
     "save",
 ]
 
-_HOMES = {"About": "about", "FormatError": "header", "export_coreml": "coreml", "export_onnx": "onnx"}
+_HOMES = {"About": "about", "Input": "about", "FormatError": "header", "export_coreml": "coreml", "export_onnx": "onnx"}
 _HOMES |= {"BudgetPlan": "budget", "Planner": "budget", "plan_budget": "budget", "load": "file", "save": "file"}
 _HOMES |= {"exporters": "formats"}
 _HOMES |= {"Packed": "packed", "empty": "packed", "open_model": "predict", "keep_packed": "runtime"}

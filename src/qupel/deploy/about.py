@@ -9,14 +9,30 @@ from typing import Any
 from qupel.deploy.header import FormatError, shape_of
 
 LARGEST_INPUT = 1 << 24  # numbers; whoever uses the file makes room for inputs
+INPUT_TYPES = ("float32", "int64")  # of what goes into a network
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor that a network takes, without the batch. name: of a keyword; "": by its place."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
 class About:
     """Stored as JSON in the file.
 
-    model        a name of `qupel.tasks.zoo.networks`; "" for the user's own network
+    model        a name of `qupel.tasks.zoo.networks`, or "module:Name" of the user's own, which nobody imports because
+                 a file says so (`own`); "" where the network is not known by name
+    args         what it is built with, beside the shape and the number of classes
+    source       of a module of the user's own: the sha256 of its code
+    needs        ... and the versions of packages it was made with
     input_shape  of one input, (C, H, W) for images
+    dtype        of it
+    inputs       in place of both, where the network takes several tensors
     classes      number of outputs; 0 where they are no classes
     labels       names of the classes, or ()
     mean, std    per channel, of uint8 inputs as fractions of 255: the model takes (input / 255 - mean) / std; () for
@@ -33,6 +49,21 @@ class About:
     std: tuple[float, ...] = ()
     client: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    dtype: str = "float32"
+    inputs: tuple[Input, ...] = ()
+    args: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
+    needs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def takes(self) -> tuple[Input, ...]:
+        """Every tensor that the network takes; none where the file does not say."""
+        return self.inputs or ((Input("", self.input_shape, self.dtype),) if self.input_shape else ())
+
+    @property
+    def input_names(self) -> list[str]:
+        """Of a graph's inputs: "input"; of several their own names, or input0, input1, ..."""
+        return [i.name or (f"input{k}" if self.inputs else "input") for k, i in enumerate(self.takes)]
 
     def to_json(self) -> dict[str, Any]:
         """A field that has its default value is left out."""
@@ -51,10 +82,18 @@ class About:
             mean=tuple(_number(v, "mean") for v in _list(value.get("mean", []), "mean")),
             std=tuple(_number(v, "std") for v in _list(value.get("std", []), "std")),
             client=_text(value.get("client", ""), "client"),
-            extra=_extra(value.get("extra", {})),
+            extra=_table(value.get("extra", {}), "extra"),
+            dtype=_dtype(value.get("dtype", "float32")),
+            inputs=tuple(_input(v) for v in _list(value.get("inputs", []), "inputs")),
+            args=_table(value.get("args", {}), "args"),
+            source=_text(value.get("source", ""), "source"),
+            needs={k: _text(v, "needs") for k, v in _table(value.get("needs", {}), "needs").items()},
         )
-        if 0 in about.input_shape or math.prod(about.input_shape) > LARGEST_INPUT:
+        if any(0 in i.shape for i in about.takes) or sum(math.prod(i.shape) for i in about.takes) > LARGEST_INPUT:
             raise FormatError(f"about.input_shape: dimensions of at least 1, at most {LARGEST_INPUT:,} numbers in all")
+        names = [i.name for i in about.inputs]
+        if about.inputs and (about.input_shape or (any(names) and (not all(names) or len(set(names)) < len(names)))):
+            raise FormatError("about.inputs: in place of input_shape; each with a name of its own, or none with one")
         if about.labels and len(about.labels) != about.classes:
             raise FormatError(f"about.labels: {len(about.labels)} names for {about.classes} classes")
         if len(about.mean) != len(about.std) or any(s <= 0 for s in about.std):
@@ -91,7 +130,20 @@ def _number(value: Any, what: str) -> float:
     raise FormatError(f"about.{what}: must be finite numbers")
 
 
-def _extra(value: Any) -> dict[str, Any]:
+def _table(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FormatError("about.extra: must be an object")
+        raise FormatError(f"about.{what}: must be an object")
     return value
+
+
+def _dtype(value: Any) -> str:
+    if value not in INPUT_TYPES:
+        raise FormatError(f"about.dtype: allowed are {', '.join(INPUT_TYPES)}")
+    return str(value)
+
+
+def _input(value: Any) -> Input:
+    if not isinstance(value, dict) or not set(value) <= {"name", "shape", "dtype"}:
+        raise FormatError("about.inputs: objects of name, shape and dtype")
+    shape = shape_of(value.get("shape", []), "about.inputs")
+    return Input(_text(value.get("name", ""), "inputs"), shape, _dtype(value.get("dtype", "float32")))

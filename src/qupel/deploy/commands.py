@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,13 +17,41 @@ if TYPE_CHECKING:
 
     from qupel.deploy.about import About
     from qupel.deploy.budget import BudgetPlan
+    from qupel.deploy.own import Allowed
     from qupel.deploy.packed import Packed
 
 ModelFile = Annotated[Path, typer.Argument(help="a packed (.safetensors) or ONNX (.onnx) model file")]
 KeepPacked = Annotated[bool, typer.Option("--keep-packed", help="decode weights in every run: less memory, slower")]
 Trust = Annotated[bool, typer.Option("--trust", help="run an ONNX file in this process, whatever it holds and takes")]
+Own = Annotated[str | None, typer.Option("--model", help="my_module:Name, the code of a network of your own")]
+Changed = Annotated[bool, typer.Option("--changed", help="take that code even if it is not what it was")]
 _FORMATS = "packed, onnx, coreml, or module:function of your own"
 _ROWS = 200  # layers that are shown
+
+
+def _allowed(model: str | None, changed: bool) -> Allowed:
+    """Which code a file may name: what the user says."""
+    from qupel.deploy import own
+
+    if model is None:
+        return own.NOTHING
+    if ":" not in model:
+        raise UserError(f"--model {model!r}: needed is my_module:Name")
+    own.modules_here()
+    return own.Allowed(model, changed=changed)
+
+
+def _allowed_by(run: Path, name: str, changed: bool) -> Allowed:
+    """... or what the config of a run says that he gives."""
+    from qupel.deploy import own
+    from qupel.util.files import read_json
+
+    if ":" not in name or not (run / "config.json").is_file():
+        return own.NOTHING
+    config = read_json(run / "config.json")
+    named = [config.get("model", {}).get("name"), *(m.get("model") for m in config.get("methods", {}).values())]
+    own.modules_here()
+    return own.Allowed(name, loose=True, changed=changed) if name in named else own.NOTHING
 
 
 def _kib(size: int) -> str:
@@ -43,13 +70,16 @@ def export(
     folder: Annotated[Path, typer.Option("--out", help="folder for the files")] = Path("exported"),
     rest: Annotated[Literal["fp32", "fp16"], typer.Option(help="layers that are not quantized")] = "fp32",
     zstd: Annotated[bool, typer.Option("--zstd", help="compress packed files for transfer")] = False,
+    model: Own = None,
+    changed: Changed = False,
 ) -> None:
     """Write clients' models as packed files, ONNX or Core ML; each is verified before it is left on disk."""
     from qupel.deploy.file import load
     from qupel.deploy.formats import suffix
+    from qupel.deploy.own import modules_here
 
-    if ":" in to and (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # a module of one's own may stand in the folder where one works
+    if ":" in to:
+        modules_here()
     ending = suffix(to) + (".zst" if zstd else "")
     if zstd and to != "packed":
         raise UserError(f"--zstd: only packed files are compressed, not {to}")
@@ -58,7 +88,8 @@ def export(
     for source in _sources(run, cell, client, all):
         packed = load(source)
         target = folder / (source.name.removesuffix(".safetensors") + ending)
-        size = _write(packed, target, to, rest, zstd)
+        allowed = _allowed(model, changed) if model else _allowed_by(run, packed.about.model, changed)
+        size = _write(packed, target, to, rest, zstd, allowed)
         share = size / _dense_bytes(packed)
         budget = packed.about.extra.get("budget")  # travels in the file, where the client had one
         told = ""
@@ -101,14 +132,14 @@ def _chosen(run: Path, models: list[Path], clients: list[int] | None, all: bool)
     return [found[c] for c in clients or []]
 
 
-def _write(packed: Packed, target: Path, to: str, rest: Literal["fp32", "fp16"], zstd: bool) -> int:
+def _write(packed: Packed, target: Path, to: str, rest: Literal["fp32", "fp16"], zstd: bool, allowed: Allowed) -> int:
     from qupel.core.layout import Layout
     from qupel.deploy.file import write_packed
     from qupel.deploy.formats import write
 
-    if to == "packed" and not packed.about.model:  # nothing of the user's own network is needed
+    if to == "packed":  # nothing of the network's code is needed
         return write_packed(target, packed.with_rest(rest), compress=zstd)
-    module = packed.model()
+    module = packed.model(allowed)
     return write(target, module, packed.codebook(Layout.of(module)), packed.about, to, rest, zstd)
 
 
@@ -123,6 +154,8 @@ def inspect(
     file: ModelFile,
     picture: Annotated[Path | None, typer.Option(help="also draw the histograms to this PNG or SVG")] = None,
     trust: Trust = False,
+    model: Own = None,
+    changed: Changed = False,
 ) -> None:
     """Show what is in a model file: layers, bits, centers, bytes, entropy of the codes."""
     from qupel.deploy import inspect as look
@@ -150,6 +183,7 @@ def inspect(
     out.print(f"{size:,} bytes ({_kib(size)}), {dense / size:.1f} times smaller than fp32", highlight=False)
     what = "codes, centers, scales and rest" if packed.channels else "codes, centers and rest"
     out.print(f"{more:+.1f} % against {what} alone", highlight=False)
+    out.print(shown(f"quantized: {look.coverage(packed, _allowed(model, changed))}", 2000), highlight=False)
     _tell(packed.about)
     if picture is not None:
         look.picture(packed, picture)
@@ -172,11 +206,13 @@ def predict(
     top: Annotated[int, typer.Option(min=1, help="how many classes to show")] = 1,
     keep_packed: KeepPacked = False,
     trust: Trust = False,
+    own: Own = None,
+    changed: Changed = False,
 ) -> None:
     """Print what the model sees in images or rows of numbers; of a model without classes its outputs."""
     from qupel.deploy.predict import open_model, probabilities, read_inputs
 
-    model = open_model(file, keep_packed=keep_packed, trust=trust)
+    model = open_model(file, keep_packed=keep_packed, trust=trust, allowed=_allowed(own, changed))
     names, values = read_inputs(inputs, model)
     labels, classes = model.about.labels, bool(model.about.classes)
     for start in range(0, len(names), 256):
@@ -197,6 +233,8 @@ def evaluate_file(
     limit: Annotated[int | None, typer.Option(min=1, help="only the first samples")] = None,
     keep_packed: KeepPacked = False,
     trust: Trust = False,
+    own: Own = None,
+    changed: Changed = False,
 ) -> None:
     """Accuracy on the test set, latency, size and peak memory of a model file."""
     import torch
@@ -213,18 +251,20 @@ def evaluate_file(
         name = read(file, trust).about.extra.get("data")
         if not isinstance(name, str) or not sources.is_known(name):  # which files are opened is for the user to say
             raise UserError(f"{file} names none of the known data sets; give --data")
-    test = sources.load(name, folder, limit).test
-    if test.targets.ndim != 1 or test.targets.is_floating_point():
+    judged = sources.load(name, folder, limit)
+    inputs, targets, _ = judged.test.read(slice(0, len(judged.test)))
+    if judged.test.labels is None:
         raise UserError(f"{name} has no class labels to compare with")
     torch.set_num_threads(1)  # so that latencies mean the same everywhere
-    model = open_model(file, keep_packed=keep_packed, threads=1, trust=trust)
-    if model.about.input_shape != tuple(test.inputs.shape[1:]):
-        raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {tuple(test.inputs.shape[1:])}")
-    right = accuracy(model, test.inputs, test.targets)
+    allowed = _allowed(own, changed)
+    model = open_model(file, keep_packed=keep_packed, threads=1, trust=trust, allowed=allowed)
+    if model.about.input_shape != judged.shape:
+        raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {judged.shape}")
+    right = accuracy(model, inputs, targets)
     before, most = model.memory()
     one, many = latency(model), latency(model, 64)
     table = Table(show_header=False)
-    table.add_row("accuracy", f"{100 * right:.2f} % of {len(test.inputs):,} test samples of {shown(name)}")
+    table.add_row("accuracy", f"{100 * right:.2f} % of {len(inputs):,} test samples of {shown(name)}")
     table.add_row("latency", f"{1000 * one:.3g} ms for 1 input, {1000 * many:.3g} ms for 64 (medians, one thread)")
     table.add_row("size", f"{model.bytes:,} bytes ({_kib(model.bytes)}), {model.kind}")
     grown = (most - before) / 2**20
@@ -238,26 +278,32 @@ def evaluate_file(
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="name of a model, or a packed file (its weights tell more)")],
+    model: Annotated[
+        str, typer.Argument(help="name of a model, my_module:Name, or a packed file (its weights tell more)")
+    ],
     budget: Annotated[list[str], typer.Option("--budget", help="bytes of a device: 96KiB; may be repeated")],
     shape: Annotated[str | None, typer.Option("--input", help="shape of an input, such as 3x32x32")] = None,
     classes: Annotated[int, typer.Option(min=1)] = 10,
     all_layers: Annotated[bool, typer.Option("--all-layers", help="also quantize the first and the last")] = False,
     rest: Annotated[Literal["fp32", "fp16"], typer.Option(help="layers that are not quantized")] = "fp32",
     levels: Annotated[Literal["layer", "channel"], typer.Option(help="channel: levels scaled by channel")] = "layer",
+    own: Own = None,
+    changed: Changed = False,
 ) -> None:
     """Which bits fit each device, uniform and layer by layer, counting everything that is in the file."""
-    from qupel.core.layout import Layout
+    from qupel.core.layout import Coverage, Layout
     from qupel.deploy.budget import WIDTHS, Planner, parse_size
 
     budgets = [parse_size(text) for text in budget]
-    module, about = _planned(model, shape, classes)
+    module, about = _planned(model, shape, classes, _allowed(own, changed))
     layers = Layout.of(module).weights if all_layers else None
     planner = Planner(module, layers=layers, about=about, rest=rest, channels=levels == "channel")
     table = Table("bits", *map(str, WIDTHS), title=f"{shown(model)}: file at most", title_justify="left")
     sizes = [planner.bytes(b) / 1024 for b in WIDTHS]
     table.add_row("KiB", *[f"{size:.1f}" if size < 100 else f"{size:.0f}" for size in sizes])
     out.print(table)
+    covered = Coverage.of(planner.layout, planner.layers)
+    out.print(shown(f"to be quantized: {covered}", 2000), highlight=False)
     refused = []
     for size in budgets:
         try:
@@ -286,18 +332,20 @@ def _show_plan(found: BudgetPlan) -> None:
     out.print(grid, highlight=False)
 
 
-_USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28)}
+_USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28), "cnn1d": (8, 52), "lstm": (80,), "transformer": (80,)}
 
 
-def _planned(model: str, shape: str | None, classes: int) -> tuple[nn.Module, About | None]:
+def _planned(model: str, shape: str | None, classes: int, allowed: Allowed) -> tuple[nn.Module, About | None]:
     from qupel.deploy.file import load
+    from qupel.deploy.own import modules_here
     from qupel.tasks import zoo
 
-    if model not in zoo.networks:
+    if model not in zoo.networks and (":" not in model or Path(model).is_file()):
         if not Path(model).is_file():
-            raise UserError(f"{model!r} is neither a model ({', '.join(zoo.networks)}) nor a file")
+            raise UserError(f"{model!r} is neither a model ({', '.join(zoo.networks)}, or module:Name) nor a file")
         packed = load(model)
-        return packed.model(), packed.about
+        return packed.model(allowed), packed.about
+    modules_here()
     try:
         dims = tuple(int(v) for v in shape.split("x")) if shape else _USUAL.get(model, (3, 32, 32))
     except ValueError:

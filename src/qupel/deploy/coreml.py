@@ -80,8 +80,9 @@ def export_coreml(
     rest  fp16: compute and store everything in fp16, which Apple's neural engine wants; levels are rounded to it
     """
     ct, half = _library(), rest == "fp16"
-    if not about.input_shape:
-        raise UserError("Core ML needs about.input_shape, the shape of one input")
+    if not about.input_shape or about.dtype != "float32":
+        raise UserError("Core ML needs about.input_shape, the shape of one input of float32 numbers; tokens go to ONNX")
+    _refuse(module, codebook)
     packed = pack_model(module, codebook, about, rest)
     module = copy.deepcopy(module).cpu().eval()
     _register(module, packed)
@@ -118,6 +119,21 @@ def _register(module: nn.Module, packed: Packed) -> None:
         owners[path].register_buffer(f"_COREML_/{key}/lut", torch.from_numpy(table).reshape(shape))
         owners[path].register_buffer(f"_COREML_/{key}/compression_type", torch.tensor([_PALETTIZED]))
     module.register_buffer("_COREML_/metadata_version", torch.tensor(1))
+
+
+def _refuse(module: nn.Module, codebook: Codebook) -> None:
+    """What coremltools has no look-up table for."""
+    for slot in codebook.slots:
+        path, _, key = slot.name.rpartition(".")
+        layer = module.get_submodule(path)
+        if not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd) or key != "weight":
+            kind = type(layer).__name__
+            raise UserError(
+                f"{slot.name}: a {kind}'s weights cannot be packed for Core ML; use ONNX, or 32 bits for it"
+            )
+    shared = len(list(module.named_parameters(remove_duplicate=False))) - len(list(module.parameters()))
+    if shared and codebook.slots:
+        raise UserError("tied layers cannot be packed for Core ML; use ONNX, or full precision")
 
 
 def _convert(ct: ModuleType, module: nn.Module, about: About, system: str, half: bool) -> Any:

@@ -28,8 +28,9 @@ _DOMAINS = ("", "ai.onnx")
 _LONGEST_VECTOR = 1 << 21  # numbers
 _SMALL = 1024  # numbers; a larger initializer is no shape
 
-_LAYERS = """Conv ConvTranspose Gemm MatMul MaxPool AveragePool GlobalAveragePool GlobalMaxPool LpPool GlobalLpPool
-BatchNormalization InstanceNormalization LayerNormalization GroupNormalization LpNormalization LRN Dropout"""
+_LAYERS = """Conv ConvTranspose Gemm MatMul LSTM GRU RNN MaxPool AveragePool GlobalAveragePool GlobalMaxPool LpPool
+GlobalLpPool BatchNormalization InstanceNormalization LayerNormalization GroupNormalization LpNormalization LRN
+Dropout"""
 _ACTIVATIONS = """Relu LeakyRelu PRelu ThresholdedRelu Elu Selu Celu Gelu Mish Sigmoid HardSigmoid HardSwish Tanh
 Softplus Softsign Softmax LogSoftmax Clip Erf"""
 _ARITHMETIC = """Add Sub Mul Div Pow Sqrt Reciprocal Exp Log Neg Abs Sign Floor Ceil Round Min Max Sum Mean Sin Cos Mod
@@ -96,11 +97,13 @@ def _check_model(model: Any) -> None:
         _check_node(node, types)
     held = set(names)
     given = [value for value in graph.input if value.name not in held]
-    if len(given) != 1 or not 1 <= len(graph.output) <= 16:
-        raise FormatError(f"{len(given)} inputs and {len(graph.output)} outputs; needed are one and 1 to 16")
-    kind = given[0].type.tensor_type
-    if kind.elem_type != onnx.TensorProto.FLOAT or not 1 <= len(kind.shape.dim) <= MOST_DIMENSIONS:
-        raise FormatError("its input must be a float32 tensor of known dimensions")
+    if not (1 <= len(given) <= 16 and 1 <= len(graph.output) <= 16):
+        raise FormatError(f"{len(given)} inputs and {len(graph.output)} outputs; needed are 1 to 16 of each")
+    for value in given:
+        kind = value.type.tensor_type
+        known = kind.elem_type in (onnx.TensorProto.FLOAT, onnx.TensorProto.INT64)
+        if not known or not 1 <= len(kind.shape.dim) <= MOST_DIMENSIONS:
+            raise FormatError("its inputs must be float32 or int64 tensors of known dimensions")
 
 
 def _check_tensor(tensor: Any, types: dict[int, tuple[np.dtype[Any], str]]) -> None:

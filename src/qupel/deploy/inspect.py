@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
+from qupel.core.layout import VECTOR, Coverage, Layout, choose_layers
 from qupel.core.quantize import LEVELS
 from qupel.deploy.file import load
 from qupel.deploy.header import FormatError
+from qupel.deploy.own import NOTHING, Allowed
 from qupel.deploy.pack import bits_for, chunks, pack, packed_size
 from qupel.deploy.packed import Layer, Packed, check_scales
 from qupel.deploy.sandbox import Sandbox
 from qupel.deploy.sessions import KEY, about_of, library
+from qupel.util.errors import UserError
 from qupel.util.terminal import plain
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -47,6 +50,19 @@ def rows(packed: Packed) -> list[Row]:
         scales = None if layer.scales is None else (float(layer.scales.min()), float(layer.scales.max()))
         found.append(Row(layer.name, layer.shape, layer.bits, centers, layer.bytes, entropy(counts), counts, scales))
     return found
+
+
+def coverage(packed: Packed, allowed: Allowed = NOTHING) -> Coverage:
+    """How much of a file's model is quantized. Why the rest is not, the network tells, where it may be built."""
+    try:
+        layout = Layout.of(packed.network(allowed))
+        chosen = choose_layers(layout, packed.names)
+    except UserError:
+        if allowed.name:
+            raise
+        left = {n: VECTOR if v.ndim < 2 else "why, the network would tell" for n, v in packed.rest.items()}
+        return Coverage(sum(layer.size for layer in packed.layers), packed.parameters, left)
+    return Coverage.of(layout, chosen)
 
 
 def entropy(counts: tuple[int, ...]) -> float:

@@ -31,11 +31,14 @@ from torch import Tensor, nn
 from qupel.core.codebook import Codebook
 from qupel.deploy import header
 from qupel.deploy.about import About
+from qupel.deploy.feed import Inputs, feed
 from qupel.deploy.file import write_file
 from qupel.deploy.formats import exporter
 from qupel.deploy.pack import pack
 from qupel.deploy.packed import Layer, Packed, Rest, pack_model
 from qupel.deploy.sessions import KEY, library, read_about, session
+from qupel.deploy.tidy import tidy
+from qupel.tasks.task import call
 from qupel.util.errors import UserError
 
 __all__ = ["KEY", "export_onnx", "library", "read_about", "session"]
@@ -53,18 +56,20 @@ def export_onnx(
     about: About,
     rest: Rest = "fp32",
 ) -> int:
-    """Write the model as ONNX with input "input" (batch, *input_shape) and output "output", and return its bytes.
+    """Write the model as ONNX with input "input" (batch, *input_shape) and output "output", and return its bytes. Of
+    several inputs each has its own name (`About.input_names`); tokens are int64.
 
     The file appears only after ONNX Runtime has reproduced every weight exactly and torch's outputs on random inputs.
     """
     for name in ("onnx", "onnxruntime", "onnxscript"):
         library(name)
-    if not about.input_shape:
+    if not about.takes:
         raise UserError("ONNX needs about.input_shape, the shape of one input")
     packed = pack_model(module, codebook, about, rest)
     module = copy.deepcopy(module).cpu().eval()
     packed.into(module)  # rest = "fp16" rounds
-    model = _trace(_without_batchnorm(module), about.input_shape)
+    names = _names(module)
+    model = _trace(_without_batchnorm(module), about, {layer.name: names[layer.name] for layer in packed.layers})
     _swap(model, packed, halve=rest == "fp16")
     _describe(model, about)
     content = model.SerializeToString()
@@ -117,57 +122,64 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _trace(module: nn.Module, input_shape: tuple[int, ...]) -> Any:
-    """The module as an ONNX ModelProto with a dynamic batch, stripped of everything that only describes."""
+def _names(module: nn.Module) -> dict[str, list[str]]:
+    """First name of a parameter -> all of them: several where it is tied."""
+    first = {id(p): name for name, p in module.named_parameters()}
+    names: dict[str, list[str]] = {name: [] for name in first.values()}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        names[first[id(p)]].append(name)
+    return names
+
+
+def _trace(module: nn.Module, about: About, quantized: dict[str, list[str]]) -> Any:
+    """The module as an ONNX ModelProto with a dynamic batch, stripped of everything that only describes. Quantized
+    weights are inputs of its graph, so that no optimization can fold them into something else."""
+    inputs, batch = feed(about, 2), torch.export.Dim("batch")
+    named = inputs if isinstance(inputs, dict) else None
+    axes: Any = tuple({0: batch} for _ in inputs) if named is None else {name: {0: batch} for name in named}
     try:
         with _quiet(), torch.no_grad():
-            program = torch.onnx.export(
+            program: Any = torch.onnx.export(
                 module,
-                (torch.zeros(2, *input_shape),),
+                tuple(inputs) if named is None else (),
+                kwargs=named,
                 dynamo=True,
                 opset_version=OPSET,
-                input_names=["input"],
+                input_names=about.input_names,
                 output_names=["output"],
-                dynamic_shapes=({0: torch.export.Dim("batch")},),
-                optimize=True,
+                dynamic_shapes=axes,
+                optimize=False,
                 verbose=False,
             )
+            weights = _as_inputs(program.model.graph, quantized)
+            program.optimize()
     except torch.onnx.errors.OnnxExporterError as error:
         raise UserError(f"torch cannot export this network to ONNX: {str(error).splitlines()[0]}") from error
-    model = program.model_proto  # type: ignore[union-attr]
+    model = program.model_proto
     model.ir_version = IR
     del model.graph.value_info[:], model.graph.metadata_props[:], model.metadata_props[:]
+    for value in list(model.graph.input):
+        if value.name in weights:
+            model.graph.input.remove(value)
     for thing in (*model.graph.input, *model.graph.output, *model.graph.initializer):
         thing.doc_string = ""
         del thing.metadata_props[:]
-    _shorten(model.graph, {name for name, _ in module.named_parameters()} | {"input", "output"})
+    kept = {name for name, _ in module.named_parameters()} | {*about.input_names, "output"}
+    tidy(model.graph, kept | weights)
     return model
 
 
-_DEFAULTS: dict[str, Any] = {"auto_pad": b"NOTSET", "group": 1, "strides": {1}, "dilations": {1}, "pads": {0}}
-
-
-def _shorten(graph: Any, keep: set[str]) -> None:
-    """Drop from the nodes what says nothing, and give tensors between them short names; small models feel them."""
-    helper = library("onnx").helper
-    short: dict[str, str] = {}
-    nested = any(a.HasField("g") or a.graphs for node in graph.node for a in node.attribute)  # may name our tensors
-    for name in [t.name for t in graph.initializer] + [name for node in graph.node for name in node.output]:
-        if name and name not in keep and not nested:
-            short[name] = f"v{len(short)}"
-    for tensor in graph.initializer:
-        tensor.name = short.get(tensor.name, tensor.name)
-    for node in graph.node:
-        node.name = node.doc_string = ""
-        del node.metadata_props[:]
-        node.input[:] = [short.get(name, name) for name in node.input]
-        node.output[:] = [short.get(name, name) for name in node.output]
-        if node.op_type in ("Conv", "MaxPool", "AveragePool"):
-            for attribute in list(node.attribute):
-                value = helper.get_attribute_value(attribute)
-                value = set(value) if isinstance(value, list) else value
-                if value == _DEFAULTS.get(attribute.name):
-                    node.attribute.remove(attribute)
+def _as_inputs(graph: Any, quantized: dict[str, list[str]]) -> set[str]:
+    """Let quantized weights come from outside; the exporter keeps a tied one under any of its names."""
+    for name, aliases in quantized.items():
+        held = [graph.initializers.pop(alias) for alias in aliases if alias in graph.initializers]
+        if not held:
+            raise UserError(f"{name}: the exporter left no weight of this name in the graph; it cannot be packed")
+        for value in held[1:]:
+            value.replace_all_uses_with(held[0])
+        held[0].name, held[0].const_value = name, None
+        graph.inputs.append(held[0])
+    return set(quantized)
 
 
 def _describe(model: Any, about: About) -> None:
@@ -271,16 +283,11 @@ class _Graph:
 
 
 def _swap(model: Any, packed: Packed, halve: bool) -> None:
-    """Put the decoding nodes in the place of the quantized initializers, which must be exactly centers[codes]."""
+    """Put the nodes that decode the quantized weights before those of the network, which take them by name."""
     numpy_helper = library("onnx").numpy_helper
     held = {tensor.name: tensor for tensor in model.graph.initializer}
     graph = _Graph()
     for i, layer in enumerate(packed.layers):
-        tensor = held.pop(layer.name, None)
-        if tensor is None:
-            raise UserError(f"{layer.name}: the exporter left no weight of this name in the graph; it cannot be packed")
-        if not np.array_equal(numpy_helper.to_array(tensor), layer.weights()):
-            raise UserError(f"{layer.name}: the exporter changed the weights of this layer, so it cannot be packed")
         graph.weight(layer, i)
     for tensor in list(held.values()):
         value = numpy_helper.to_array(tensor)
@@ -305,21 +312,44 @@ def _verify(content: bytes, model: Any, packed: Packed, module: nn.Module) -> No
     del weights.graph.output[:]
     for layer in packed.layers:
         weights.graph.output.append(onnx.helper.make_tensor_value_info(layer.name, onnx.TensorProto.FLOAT, layer.shape))
-    one = np.zeros((1, *packed.about.input_shape), np.float32)
     if packed.layers:
-        decoded = session(weights.SerializeToString()).run(None, {"input": one})
+        decoded = session(weights.SerializeToString()).run(None, _arrays(packed.about, feed(packed.about, 1)))
         for layer, value in zip(packed.layers, decoded, strict=True):
             if not np.array_equal(value, layer.weights()):
                 raise UserError(f"{layer.name}: ONNX Runtime decodes other weights; no file was written")
     running = session(content)
     for batch in (1, 3):
-        x = torch.randn(batch, *packed.about.input_shape, generator=torch.Generator().manual_seed(batch))
-        with torch.no_grad():
-            wanted = module(x).numpy()
-        got = running.run(None, {"input": x.numpy()})[0]
+        inputs, wanted = _tried(module, packed.about, batch)
+        try:
+            got = running.run(None, _arrays(packed.about, inputs))[0]
+        except Exception as e:  # of the runtime's own, unexported kinds
+            said = str(e).splitlines()[0][:120]
+            raise UserError(f"the exported graph does not take {batch} inputs at a time: {said}") from e
         error = np.abs(got - wanted).max() if got.shape == wanted.shape else math.inf
         if not error <= _TOLERANCE * max(1.0, float(np.abs(wanted).max())):
             raise UserError(
                 f"ONNX Runtime's outputs differ from torch's by {error:.3g}, though every packed weight is right: "
                 "an operator of this network is exported wrongly; no file was written"
             )
+
+
+def _arrays(about: About, inputs: Inputs) -> dict[str, np.ndarray]:
+    values = inputs.values() if isinstance(inputs, dict) else inputs
+    return {name: value.numpy() for name, value in zip(about.input_names, values, strict=True)}
+
+
+def _tried(module: nn.Module, about: About, batch: int) -> tuple[Inputs, np.ndarray]:
+    """Random inputs and torch's outputs: tokens as high as the largest embedding goes, or a smaller one."""
+    tables = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)} or {about.classes or 2}
+    for below in sorted(tables, reverse=True):
+        inputs = feed(about, batch, torch.Generator().manual_seed(batch), below)
+        try:
+            with torch.no_grad():
+                outputs = call(module, inputs)
+        except IndexError:  # beyond an embedding
+            continue
+        if not isinstance(outputs, Tensor):
+            kind = type(outputs).__name__
+            raise UserError(f"the network gives {kind}; for ONNX wrap it in a module that gives one tensor")
+        return inputs, outputs.numpy()
+    raise UserError("the network takes no tokens that its embeddings have; no file was written")

@@ -16,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 from qupel.core.codebook import Codebook
 from qupel.core.layout import Layout
 from qupel.core.quantize import LEVELS, assign, pick
+from qupel.deploy import own
 from qupel.deploy.about import About
 from qupel.deploy.header import DTYPES, FormatError
+from qupel.deploy.own import NOTHING, Allowed
 from qupel.deploy.pack import Bytes, Floats, bits_for, decode, pack, unpack
 from qupel.tasks import zoo
 from qupel.util.errors import UserError
@@ -129,32 +131,37 @@ class Packed:
         return Codebook(tuple(layout[name] for name in self.names), centers, scales)
 
     def empty_model(self) -> nn.Module:
-        """The network that the file names, on the meta device: it has shapes, which are checked, and no memory."""
-        name = self.about.model
-        if name not in zoo.networks:
-            if not name:
-                raise UserError(
-                    "the file names no model: the network is your own. In Python, qupel.load(FILE, module) fills it; "
-                    "Fit.save(FOLDER, to='onnx') or qupel.deploy.export_onnx writes a file that runs without its code"
-                )
-            known = ", ".join(zoo.networks)
-            raise UserError(f"the file names the model {name!r}; without your module only these can be built: {known}")
-        if not self.about.input_shape or not self.about.classes:
+        """The network of ours that the file names, on the meta device: it has shapes, which are checked, and no
+        memory."""
+        about = self.about
+        if not about.input_shape or not about.classes:
             raise FormatError("the file does not say the input shape and the number of classes")
+        own.check_args(about, len(self.layers) + len(self.rest))
         try:
             with empty():
-                module = zoo.build(name, self.about.input_shape, self.about.classes, seed=0)
-        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            raise FormatError(f"no {name} can be built for inputs {self.about.input_shape}: {error}") from None
+                module = zoo.build(about.model, about.input_shape, about.classes, 0, about.args)
+        except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:
+            raise FormatError(f"no {about.model} can be built for inputs {about.input_shape}: {error}") from None
         self.check(module)
         return module
 
-    def model(self) -> nn.Module:
+    def network(self, allowed: Allowed = NOTHING) -> nn.Module:
+        """The network that the file names, to be filled: one of ours, which takes no memory yet, or one of the user's
+        own, which only `allowed` lets us import."""
+        if self.about.model in zoo.networks and not allowed.name:
+            return self.empty_model()
+        module = own.build(self.about, allowed)
+        self.check(module)
+        return module
+
+    def model(self, allowed: Allowed = NOTHING) -> nn.Module:
         """The network that the file names, with its weights, in evaluation mode."""
-        module = self.empty_model().to_empty(device="cpu")
-        for name, buffer in module.named_buffers():
-            if name.endswith(_COUNTER):
-                buffer.zero_()
+        module = self.network(allowed)
+        if any(p.is_meta for p in module.parameters()):
+            module = module.to_empty(device="cpu")
+            for name, buffer in module.named_buffers():
+                if name.endswith(_COUNTER):
+                    buffer.zero_()
         self.into(module)
         return module.eval()
 

@@ -6,7 +6,7 @@ import csv
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from qupel.deploy.about import About
 from qupel.deploy.file import load
 from qupel.deploy.header import FormatError
 from qupel.deploy.memory import peak, reset_peak, resident
+from qupel.deploy.own import NOTHING, Allowed
 from qupel.deploy.runtime import keep_packed as stay_packed
 from qupel.deploy.sandbox import Sandbox
+from qupel.tasks.task import call
 from qupel.util.errors import UserError
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -32,7 +34,8 @@ _NPZ_NAMES = ("inputs", "test_inputs", "x_test", "x")
 class Model:
     """A model file that is ready to run.
 
-    run     float32 (n, *input_shape), already normalized -> outputs (n, classes)
+    run     inputs (n, ...) as the network takes them, already normalized: one array, or several in the order of
+            `about.takes` -> outputs (n, classes)
     memory  (bytes of the process that runs it before it was opened, the most since)
     timed   (batch, seconds) -> median seconds of a run, where that process measures it itself
     """
@@ -40,7 +43,7 @@ class Model:
     about: About
     kind: str  # "packed" or "onnx"
     bytes: int
-    run: Callable[[np.ndarray], np.ndarray]
+    run: Callable[..., np.ndarray]
     memory: Callable[[], tuple[int, int]]
     timed: Callable[[int, float], float] | None = None
 
@@ -49,16 +52,26 @@ class Model:
         mean, std = self.about.mean, self.about.std
         return Transform(torch.tensor(mean), torch.tensor(std)) if mean else Transform()
 
+    def ready(self, inputs: torch.Tensor) -> np.ndarray:
+        """One input as it is stored -> what the model takes."""
+        return self.transform().apply(inputs).contiguous().numpy().astype(self.about.dtype, copy=False)
+
 
 def open_model(
-    path: str | os.PathLike[str], *, keep_packed: bool = False, threads: int | None = None, trust: bool = False
+    path: str | os.PathLike[str],
+    *,
+    keep_packed: bool = False,
+    threads: int | None = None,
+    trust: bool = False,
+    allowed: Allowed = NOTHING,
 ) -> Model:
-    """A packed file (the network must be one of ours) or an ONNX file.
+    """A packed file (of a network of ours, or of the one that is allowed) or an ONNX file.
 
     keep_packed  weights are decoded in every run: less memory, more time
     threads      of ONNX Runtime; torch's are those of the process
     trust        an ONNX file with any operators and sizes, in this process; without it one of networks as we and torch
                  export them (`graphs`), in a process of its own with little memory and time (`sandbox`)
+    allowed      which network of the user's own a packed file may name (`own`)
     """
     size = os.path.getsize(path) if os.path.isfile(path) else 0
     reset_peak()
@@ -68,13 +81,15 @@ def open_model(
             return _confined(path, size, keep_packed, threads)
         running = sessions.session(path, keep_packed=keep_packed, threads=threads)
         about = sessions.read_about(running)
-        return Model(about, "onnx", size, lambda x: sessions.run(running, x), lambda: (before, peak()))
+        return Model(about, "onnx", size, lambda *x: sessions.run(running, _typed(about, x)), lambda: (before, peak()))
     packed = load(path)
-    module = stay_packed(packed) if keep_packed else packed.model()
+    module = stay_packed(packed, allowed=allowed) if keep_packed else packed.model(allowed)
+    names = [i.name for i in packed.about.inputs]
 
-    def run(x: np.ndarray) -> np.ndarray:
+    def run(*inputs: np.ndarray) -> np.ndarray:
+        given = [torch.from_numpy(x) for x in _typed(packed.about, inputs)]
         with torch.inference_mode():
-            return module(torch.from_numpy(x)).numpy()
+            return call(module, dict(zip(names, given, strict=True)) if any(names) else tuple(given)).numpy()
 
     return Model(packed.about, "packed", size, run, lambda: (before, peak()))
 
@@ -88,9 +103,17 @@ def _confined(path: str | os.PathLike[str], size: int, keep_packed: bool, thread
         raise
 
     def timed(batch: int, seconds: float) -> float:
-        return box.latency((batch, *about.input_shape), seconds)
+        return box.latency(zeros(about, batch), seconds)
 
-    return Model(about, "onnx", size, box.run, box.memory, timed)
+    return Model(about, "onnx", size, lambda *x: box.run(*_typed(about, x)), box.memory, timed)
+
+
+def _typed(about: About, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Inputs of the types that the file tells; float32 where it does not."""
+    types = [i.dtype for i in about.takes] or ["float32"] * len(inputs)
+    if len(types) != len(inputs):
+        raise UserError(f"the model takes {len(types)} inputs ({', '.join(about.input_names)}), not {len(inputs)}")
+    return [np.ascontiguousarray(x, dtype) for x, dtype in zip(inputs, types, strict=True)]
 
 
 # --- inputs ---
@@ -99,6 +122,9 @@ def _confined(path: str | os.PathLike[str], size: int, keep_packed: bool, thread
 def read_inputs(path: str | os.PathLike[str], model: Model) -> tuple[list[str], np.ndarray]:
     """Names and normalized inputs (n, *input_shape) from an image, a folder of images, a .npz or a .csv file."""
     path, shape = Path(path), model.about.input_shape
+    if model.about.inputs:
+        names_needed = ", ".join(model.about.input_names)
+        raise UserError(f"the model takes several inputs ({names_needed}); `open_model` runs it from Python")
     if not shape:
         raise UserError("the model file does not say what its inputs look like (about.input_shape)")
     if path.is_dir():
@@ -113,12 +139,12 @@ def read_inputs(path: str | os.PathLike[str], model: Model) -> tuple[list[str], 
         names = [f"row {i}" for i in range(len(values))]
     elif path.suffix.lower() == ".csv":
         values = _csv(path, shape)
-        if model.about.mean:  # the model was made for pixels: numbers from 0 to 255
+        if model.about.mean and "standardize" not in model.about.extra:  # made for pixels: numbers from 0 to 255
             values = values / np.float32(255)
         names = [f"row {i}" for i in range(len(values))]
     else:
         names, values = [path.name], _image(path, shape)[None]
-    return names, model.transform().apply(torch.from_numpy(values)).contiguous().numpy()
+    return names, model.ready(torch.from_numpy(values))
 
 
 def _image(path: Path, shape: tuple[int, ...]) -> np.ndarray:
@@ -188,26 +214,29 @@ def probabilities(outputs: np.ndarray, classes: int = 0) -> np.ndarray:
 
 def accuracy(model: Model, inputs: torch.Tensor, targets: torch.Tensor, batch: int = 256) -> float:
     """The fraction of samples whose largest output is their label; inputs as they are stored, not normalized."""
-    transform, right, classes = model.transform(), 0, int(targets.max()) + 1
+    right, classes = 0, int(targets.max()) + 1
     for start in range(0, len(inputs), batch):
-        x = transform.apply(inputs[start : start + batch]).contiguous().numpy()
-        outputs = model.run(x)
+        outputs = model.run(model.ready(inputs[start : start + batch]))
         if outputs.ndim != 2 or outputs.shape[1] < classes:
             raise UserError(f"the data has {classes} classes; the model has outputs of shape {outputs.shape[1:]}")
         right += int((outputs.argmax(1) == targets[start : start + batch].numpy()).sum())
     return right / len(inputs)
 
 
+def zeros(about: About, batch: int) -> list[np.ndarray]:
+    return [np.zeros((batch, *i.shape), i.dtype) for i in about.takes]
+
+
 def latency(model: Model, batch: int = 1, seconds: float = 0.5) -> float:
     """Median seconds of one run on `batch` inputs."""
     if model.timed is not None:
         return model.timed(batch, seconds)
-    x = np.zeros((batch, *model.about.input_shape), np.float32)
-    model.run(x)
+    inputs = zeros(model.about, batch)
+    model.run(*inputs)
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:
         began = time.perf_counter()
-        model.run(x)
+        model.run(*inputs)
         times.append(time.perf_counter() - began)
     return statistics.median(times)

@@ -105,21 +105,23 @@ class Sandbox:
         told, _ = self.ask("open", path=self._file(), keep_packed=keep_packed, threads=threads)
         return told["about"]
 
-    def run(self, x: np.ndarray) -> np.ndarray:
-        """Outputs (n, ...) of inputs float32 (n, ...), some at a time."""
-        rows = max(1, min(graphs.BATCH, graphs.LARGEST_TENSOR // 4 // max(1, x[:1].nbytes)))
-        return np.concatenate([self._run(x[start : start + rows]) for start in range(0, len(x), rows)])
+    def run(self, *inputs: np.ndarray) -> np.ndarray:
+        """Outputs (n, ...) of inputs (n, ...), float32 or int64, some rows at a time."""
+        count, size = len(inputs[0]), sum(x[:1].nbytes for x in inputs)
+        rows = max(1, min(graphs.BATCH, graphs.LARGEST_TENSOR // 4 // max(1, size)))
+        parts = [self._run([x[start : start + rows] for x in inputs]) for start in range(0, count, rows)]
+        return np.concatenate(parts)
 
-    def _run(self, x: np.ndarray) -> np.ndarray:
-        told, content = self.ask("run", np.ascontiguousarray(x, np.float32).tobytes(), shape=x.shape)
-        outputs = _array(content, "<f4", told["shape"])
-        if len(outputs) != len(x):
-            raise FormatError(f"{self.path}: {len(x)} inputs, but outputs of shape {outputs.shape}")
+    def _run(self, inputs: Sequence[np.ndarray]) -> np.ndarray:
+        told, content = self.ask("run", b"".join(x.tobytes() for x in inputs), inputs=_kinds(inputs))
+        outputs, count = _array(content, "<f4", told["shape"]), len(inputs[0])
+        if len(outputs) != count:
+            raise FormatError(f"{self.path}: {count} inputs, but outputs of shape {outputs.shape}")
         return outputs
 
-    def latency(self, shape: Sequence[int], seconds: float) -> float:
-        """Median seconds of a run on inputs of this shape, (n, ...), measured in there."""
-        return float(self.ask("latency", shape=list(shape), seconds=seconds)[0]["seconds"])
+    def latency(self, inputs: Sequence[np.ndarray], seconds: float) -> float:
+        """Median seconds of a run on zeros of these inputs' shapes and types, measured in there."""
+        return float(self.ask("latency", inputs=_kinds(inputs), seconds=seconds)[0]["seconds"])
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the process before it opened the file, and the most it had since."""
@@ -135,6 +137,10 @@ class Sandbox:
             arrays[name] = _array(content[start : start + size], dtype, shape)
             start += size
         return told["about"], arrays, dict(told["reshapes"])
+
+
+def _kinds(inputs: Sequence[np.ndarray]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(x.dtype.str, x.shape) for x in inputs]
 
 
 def _array(content: bytearray, dtype: str, shape: list[int]) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -49,10 +50,13 @@ def session(model: str | os.PathLike[str] | bytes, *, keep_packed: bool = False,
         raise FormatError(f"{name}: ONNX Runtime cannot read it ({_line(error)})") from error
 
 
-def run(running: Any, x: np.ndarray) -> np.ndarray:
-    """The first output for these inputs, as float32 numbers (n, ...)."""
+def run(running: Any, inputs: Sequence[np.ndarray]) -> np.ndarray:
+    """The first output for these inputs, in their order, as float32 numbers (n, ...)."""
+    names = [value.name for value in running.get_inputs()]
+    if len(names) != len(inputs):
+        raise FormatError(f"it takes {len(names)} inputs, not {len(inputs)}")
     try:
-        outputs = running.run([running.get_outputs()[0].name], {running.get_inputs()[0].name: x})[0]
+        outputs = running.run([running.get_outputs()[0].name], dict(zip(names, inputs, strict=True)))[0]
         return np.ascontiguousarray(outputs, np.float32)
     except Exception as error:  # as above; also an output that is no array of numbers
         raise FormatError(f"ONNX Runtime cannot run it ({_line(error)})") from error

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qupel.data.samples import Items
+from qupel.data.stored import Stored
 from qupel.engine.job import Job
 
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "qupel"}
@@ -91,6 +93,10 @@ class _Describe:
 
     def _object(self, value: Any) -> Any:
         kind = type(value)
+        if isinstance(value, Stored | Items):  # not in memory: a look at some of its rows
+            found = hashlib.sha256()
+            value.mark(found)
+            return {"samples": found.hexdigest(), "groups": self(getattr(value, "groups", None))}
         plain = is_dataclass(value)
         if not plain and not isinstance(value, Tensor | nn.Module) and _is_library(kind):
             shown = repr(value)

@@ -16,7 +16,8 @@ from qupel.core.codebook import Plan
 from qupel.core.schedule import Clock
 from qupel.data.batches import Transform, chunks, generator
 from qupel.data.partition import Part
-from qupel.data.sources import Dataset
+from qupel.data.scale import scale_of
+from qupel.data.sources import Dataset, kind_in_words
 from qupel.parts.base import State
 from qupel.parts.methods import Method
 from qupel.parts.phase import Phase
@@ -24,6 +25,8 @@ from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH
 from qupel.tasks.metrics import Metric
 from qupel.tasks.task import Batch, Loss, Task
 from qupel.util.errors import UserError
+
+TAKEN = frozenset({"test", "bits", "bytes", "number", "count", "loss"})  # names in lines of metrics
 
 
 class Diagnostics(Protocol):
@@ -74,9 +77,7 @@ class Job:
     seed: int = 0
     local_steps: int = 10  # tau
     batch: int = 50
-    epoch_steps: int = (
-        0  # of a client; 0: the steps that a client with the median number of samples needs to see each once
-    )
+    epoch_steps: float = 0  # of a client; 0: those that one with the median number of samples needs to see each once
     sample: float = 1.0  # share of the clients that take part in a round
     weighted: bool = False  # server mean weighted by training samples
     evaluate_every: int = 10  # rounds; the last round of a phase is always evaluated
@@ -85,11 +86,13 @@ class Job:
     on_bad_upload: Literal["refuse", "stop"] = "refuse"
     upload_bound: float = 50.0  # |upload - w| in medians over the clients (`engine.guard`); 0: no bound
     transform: Transform = field(default_factory=Transform)
+    transforms: Sequence[Transform] = ()  # one a client, where each has its own mean and std, in place of `transform`
     names: Sequence[str] = ()
     diagnostics: Diagnostics | None = None
     networks: Mapping[str, nn.Module] = field(default_factory=dict)
     network: Sequence[str] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # beside loss and accuracy
+    judge_by: str = ""  # what the score of a client is: a metric, "accuracy" or "loss"; accuracy where there are labels
     stacked: bool = False  # clients of a process are trained in stacks (`engine.stack`), not one by one
 
     def __post_init__(self) -> None:
@@ -101,6 +104,11 @@ class Job:
         if self.network and (len(self.network) != len(self.parts) or not set(self.network) <= {"", *self.networks}):
             known = ", ".join(map(repr, ("", *self.networks)))
             raise UserError(f"network: one name a client is needed, of {known}; not {list(self.network)}")
+        if taken := TAKEN & set(self.metrics):
+            raise UserError(f"a metric cannot be called {sorted(taken)[0]!r}: lines of metrics have another under it")
+        if self.judge_by not in {"", "accuracy", "loss", *self.metrics}:
+            known = ", ".join(("accuracy", "loss", *self.metrics))
+            raise UserError(f"judge_by = {self.judge_by!r} is none of the metrics; allowed: {known}")
         for i, part in enumerate(self.parts):
             if len(part.train_rows) == 0:
                 raise UserError(f"{self.name(i)} has no training data")
@@ -118,6 +126,19 @@ class Job:
         data = replace(self.data, train=self.data.train.to(device), test=self.data.test.to(device))
         networks = {name: copy.deepcopy(net).to(device) for name, net in self.networks.items()}
         return replace(self, module=copy.deepcopy(self.module).to(device), networks=networks, data=data)
+
+    def transform_of(self, client: int) -> Transform:
+        return self.transforms[client] if self.transforms else self.transform
+
+    def data_of(self, client: int) -> Dataset:
+        """The data with the client's own mean and std."""
+        return replace(self.data, **self.transforms[client].scale) if self.transforms else self.data
+
+    @property
+    def standardized(self) -> bool:
+        """Whether float inputs are scaled by mean and std."""
+        kind = self.data.train.kinds[0]
+        return bool(self.transforms or self.data.mean) and isinstance(kind, tuple) and kind[0] == torch.float32
 
     def network_of(self, client: int) -> str:
         return self.network[client] if self.network else ""
@@ -151,7 +172,7 @@ class Job:
         return self.client_epoch_steps if self.participation == 1 else self.client_epoch_steps / self.participation
 
     @cached_property
-    def client_epoch_steps(self) -> int:
+    def client_epoch_steps(self) -> float:
         """Steps that a client makes in an epoch."""
         if self.epoch_steps:
             return self.epoch_steps
@@ -204,11 +225,29 @@ class Job:
     def share(self, client: int) -> float:
         return float(len(self.parts[client].train_rows)) if self.weighted else 1.0
 
-    def calibration(self, client: int, samples: int | None = CALIBRATION_SAMPLES) -> Iterator[tuple[Tensor, Tensor]]:
+    def calibration(self, client: int, samples: int | None = CALIBRATION_SAMPLES) -> Iterator[Batch]:
         """Training data of a client for BatchNorm's statistics, never augmented, in batches as equal as can be. Of more
         rows than `samples` a random draw: rows often come sorted, and the first of them are of one kind."""
         owned = self.parts[client].train_rows
         if samples is not None and len(owned) > samples:
             owned = owned[generator(self.seed, "calibration", client).permutation(len(owned))[:samples]]
         batches = -(-len(owned) // EVALUATION_BATCH)
-        return chunks(self.data.train.take(owned), -(-len(owned) // batches), self.transform)
+        return chunks(self.data.train.take(owned), -(-len(owned) // batches), self.transform_of(client))
+
+
+def standardized(job: Job, how: str) -> Job:
+    """This job with inputs of mean 0 and deviation 1 in every channel: "client", by the client's own training data, or
+    "shared", by all clients' together. The numbers are part of every client's file."""
+    if how == "off" or not len(job.data.train):  # a server that has none
+        return job
+    kind = job.data.train.kinds[0]
+    if not (isinstance(kind, tuple) and kind[0] == torch.float32 and kind[1]):
+        what = kind_in_words(kind)
+        raise UserError(f"standardize: for one input of floats (n, features, ...); {job.data.name} has {what}")
+    rows = [part.train_rows for part in job.parts]
+    scales = [scale_of(job.data.train, own) for own in (rows if how == "client" else [np.concatenate(rows)])]
+    made = [replace(job.transform, mean=torch.tensor(mean), std=torch.tensor(std)) for mean, std in scales]
+    if how == "client":
+        return replace(job, transforms=made)
+    mean, std = scales[0]
+    return replace(job, transform=made[0], data=replace(job.data, mean=mean, std=std))

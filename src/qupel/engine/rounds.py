@@ -23,7 +23,8 @@ from qupel.parts.base import Deployed, Rows, vector
 from qupel.parts.methods.base import methods, models_of, quantizer_of
 from qupel.parts.phase import Phase
 from qupel.parts.servers import ServerState, add
-from qupel.tasks.judge import Score
+from qupel.tasks.judge import value
+from qupel.tasks.metrics import ACCURACY, LOSS, Kind, kind_of
 
 
 class Engine(Protocol):
@@ -293,33 +294,50 @@ def metrics(job: Job, round: int, judged: Sequence[Judged], since: Since, sent: 
     }
     if never:
         line["never_took_part"] = never
+    more = list(dict.fromkeys(metric for j in judged for metric in j.test.more))  # a vector's entries one by one
     for name in ("test", "validation", "float_test"):
-        scores = [getattr(j, name) for j in judged if getattr(j, name).count]
-        if scores:
-            line[name] = float(np.mean([value(s) for s in scores]))
-            line[f"{name}_loss"] = float(np.mean([s.loss for s in scores]))
-            for metric in job.metrics:
-                line[f"{name}_{metric}"] = float(np.mean([s.more[metric] for s in scores]))
+        told = [getattr(j, name) for j in judged if getattr(j, name).count]
+        if told:
+            line[name] = scores.mean([value(s, job.judge_by) for s in told], unknown=bool(job.judge_by))
+            line[f"{name}_loss"] = scores.mean([s.loss for s in told])
+            for metric in more:
+                line[f"{name}_{metric}"] = scores.mean([s.more.get(metric, math.nan) for s in told], unknown=True)
     if weights := [j.weights for j in judged if j.weights]:
         line["weights"] = weights
     line["clients"] = {
-        "test": [value(j.test) if j.test.count else None for j in judged],
+        "test": [value(j.test, job.judge_by) if j.test.count else None for j in judged],
         "bits": [j.bits for j in judged],
         "bytes": [j.bytes for j in judged],
     }
     if len(judged) < len(job.parts):  # some were not there to be judged
         line["clients"]["number"] = [j.client for j in judged]
+    if job.metrics or job.judge_by:
+        line["clients"] |= {"count": [j.test.count for j in judged]}
+        line["clients"] |= {metric: [known(j.test.more.get(metric)) for j in judged] for metric in more}
+        line["clients"]["test"] = [known(v) for v in line["clients"]["test"]]
+        line["over_clients"] = scores.over_clients(line["clients"], kinds(job, judged, more))
     return line
+
+
+def kinds(job: Job, judged: Sequence[Judged], more: Sequence[str]) -> dict[str, Kind]:
+    """How to read the clients' scores, and every other metric; the entries of a vector as the metric they are of."""
+    labelled = any(j.test.accuracy is not None for j in judged)
+    main = job.judge_by or ("accuracy" if labelled else "loss")
+    all_known = {"accuracy": ACCURACY, "loss": LOSS} | {n: kind_of(n, metric) for n, metric in job.metrics.items()}
+    of = {name: max((n for n in job.metrics if f"{name}.".startswith(f"{n}.")), key=len) for name in more}
+    entries = {name: replace(all_known[of[name]], name=name, vector=of[name]) for name in more if of[name] != name}
+    return {"test": all_known[main]} | {name: entries.get(name) or all_known[name] for name in more}
+
+
+def known(number: float | None) -> float | None:
+    """JSON has a word for what is not known, none for NaN."""
+    return None if number is None or math.isnan(number) else number
 
 
 def mean_told(values: Sequence[float | None]) -> float:
     """The mean over those that tell, NaN if nobody does."""
     told = [v for v in values if v is not None]
     return float(np.mean(told)) if told else math.nan
-
-
-def value(score: Score) -> float:
-    return score.loss if score.accuracy is None else score.accuracy
 
 
 def round_to(seconds: float) -> float:

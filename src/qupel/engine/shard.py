@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from qupel.core.codebook import mean_bits, model_bytes
 from qupel.core.layout import Layout, Slot
 from qupel.core.quantize import dead_centers
 from qupel.data.batches import batch, chunks, generator, rows_of_steps
-from qupel.data.sources import Arrays
+from qupel.data.samples import Samples
+from qupel.engine.door import refuse_tokens
 from qupel.engine.job import Job
 from qupel.engine.store import DiskStore, Forms, MemoryStore, Store, restore, snapshot
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
 from qupel.parts.base import Deployed, Info, Rows, State, Upload
-from qupel.parts.methods.base import keeps_state, models_of, state_of
+from qupel.parts.methods.base import adapted, keeps_state, models_of, state_of
 from qupel.parts.prior import NO_PRIOR, Prior, output_bias, shift
 from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
 from qupel.tasks.task import Batch, Diverged, ModuleTask, Problem, Task, Value
@@ -127,8 +130,8 @@ class Shard:
             return NO_PRIOR
         if (client, pseudo) not in self.priors:
             x, w = (self._output_bias(name) for name in (job.network_of(client), ""))
-            labels = job.data.train.targets[job.parts[client].train_rows]
-            lowered = shift(labels, job.data.classes, pseudo) if x and w else None
+            labels = job.data.train.read(job.parts[client].train_rows).targets if x and w else None
+            lowered = shift(labels, job.data.classes, pseudo) if isinstance(labels, Tensor) else None
             self.priors[client, pseudo] = NO_PRIOR if lowered is None else Prior(lowered, x, w)
         return self.priors[client, pseudo]
 
@@ -136,8 +139,9 @@ class Shard:
         """The bias of a network's outputs, found with a look at two samples."""
         if name not in self.biases:
             job, module = self.job, copy.deepcopy(self._network(name))
-            some = chunks(job.data.train.take(job.parts[self.mine[0]].train_rows[:2]), 2, job.transform)
-            self.biases[name] = output_bias(module, Layout.of(module), next(some)[0], job.data.classes or 0)
+            first = self.mine[0]
+            some = batch(job.data.train, job.parts[first].train_rows[:2], job.transform_of(first))
+            self.biases[name] = output_bias(module, Layout.of(module), some.inputs, job.data.classes or 0)
         return self.biases[name]
 
     def _start(self, phase: int, before: State, client: int) -> State:
@@ -160,7 +164,7 @@ class Shard:
         for client in clients:
             state, told, problem = self.state(client, phase, w), Told(), self.problem(client)
             picked = self.rows_of(client, round)  # (tau, b)
-            upload, fault = None, None
+            upload, fault, batch = None, None, None
             try:
                 # a client that diverges is refused
                 with own_randomness(), np.errstate(invalid="ignore", over="ignore"):
@@ -173,6 +177,8 @@ class Shard:
                 fault = f"round {round + 1}: {fault}" if fault else None
             except Exception as e:
                 where = e.where if isinstance(e, Diverged) else sound(state)
+                if isinstance(e, IndexError) and batch is not None:
+                    refuse_tokens(job, client, self._network(job.network_of(client)), batch.inputs)
                 if where is None:
                     raise  # not for want of finite numbers
                 fault = f"round {round + 1}, step {told.steps + 1}: {where}"
@@ -185,7 +191,7 @@ class Shard:
         job, owned = self.job, self.job.parts[client].train_rows
         return owned[rows_of_steps(job.seed, client, round * job.local_steps, job.local_steps, len(owned), job.batch)]
 
-    def batch(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    def batch(self, client: int, step: int, rows: np.ndarray) -> Batch:
         job = self.job
         # dropout draws from torch's generator: address it, too
         seed = int(generator(job.seed, "dropout", client, step).integers(2**62))
@@ -194,15 +200,30 @@ class Shard:
             torch.cuda.manual_seed(seed)
         return self._augmented(client, step, rows)
 
-    def _augmented(self, client: int, step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    def _augmented(self, client: int, step: int, rows: np.ndarray) -> Batch:
         job = self.job
         rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
-        return batch(job.data.train, rows, job.transform, rng)
+        return batch(job.data.train, rows, job.transform_of(client), rng)
 
     def deployed(self, client: int, round: int, w: Rows) -> Deployed:
         """The model the client would ship after `round`, w being the server's newest model."""
         phase, _ = self.job.locate(round)
-        return self.job.phases[phase].method.deployed(self.state(client, phase, w))
+        return self.job.phases[phase].method.deployed(self.final(client, round, w))
+
+    def final(self, client: int, round: int, w: Rows) -> State:
+        """The state whose model would be shipped after `round`; a method that adapts it sees the batches to come."""
+        phase, _ = self.job.locate(round)
+        method, clock = self.job.phases[phase].method, self.job.clock(round, self.job.local_steps - 1)
+        with own_randomness():
+            return adapted(
+                method, self.state(client, phase, w), self.problem(client), self._ahead(client, round), clock
+            )
+
+    def _ahead(self, client: int, round: int) -> Iterator[Batch]:
+        """The client's batches of the steps after a round."""
+        for later in count(round + 1):
+            for local, rows in enumerate(self.rows_of(client, later)):
+                yield self.batch(client, later * self.job.local_steps + local, rows)
 
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         """Judge deployed(state) of each client after `round`, w being the server's newest model."""
@@ -213,7 +234,7 @@ class Shard:
         watch = self.job.diagnostics
         made = self.job.steps_made(round) if watch is not None else {}
         for client in clients:
-            state = self.state(client, phase, w)
+            state = self.final(client, round, w)
             model = method.deployed(state)
             part, data = self.job.parts[client], self.job.data
             test = self._score(client, model.x, part.test(data))
@@ -235,12 +256,16 @@ class Shard:
         """What diagnostics look at: all of the client's training data, or the batch of its next step."""
         if mode == "full":
             return list(self.job.calibration(client, None))
-        rows = self.rows_of(client, round + 1)[0]  # (b,)
-        return [self.batch(client, (round + 1) * self.job.local_steps, rows)]
+        return [next(self._ahead(client, round))]
 
-    def _score(self, client: int, x: Tensor, arrays: Arrays) -> Score:
-        test = chunks(arrays, EVALUATION_BATCH, self.job.transform)
-        return self.judge_of(client).score(x, self.job.calibration(client), test)
+    def _score(self, client: int, x: Tensor, samples: Samples) -> Score:
+        test = partial(chunks, samples, EVALUATION_BATCH, self.job.transform_of(client))
+        try:
+            return self.judge_of(client).score(x, self.job.calibration(client), test(), self.job.name(client))
+        except IndexError:
+            for batch in test():
+                refuse_tokens(self.job, client, self._network(self.job.network_of(client)), batch.inputs)
+            raise
 
     def save(self, folder: Path, name: str) -> None:
         snapshot(self.store, folder, name)

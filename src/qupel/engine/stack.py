@@ -21,7 +21,8 @@ from qupel.engine.store import flatten
 from qupel.parts.base import Rows, State, Upload, combined
 from qupel.parts.methods.base import keeps_state, models_of
 from qupel.tasks.stack import StackTask
-from qupel.tasks.task import Problem
+from qupel.tasks.task import Batch, Problem
+from qupel.tasks.trees import over
 
 STACK = 2**20  # numbers in x of a stack (k, d), 4 MB: more would leave the processor's caches
 MOST = 128  # clients in a stack; more gain nothing
@@ -113,15 +114,14 @@ class StackedShard(Shard):
             means = {name: sum(v[row] for v in steps) / len(steps) for name, steps in values.items()}
             yield Trained(client, upload if fault is None else None, means, fault)
 
-    def batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    def batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> Batch:
         """The clients' batches of a step, rows (k, b) of the data set: inputs (k, b, ...), targets (k, b, ...)."""
         job = self.job
-        if job.transform.augment:
+        if job.transform.augment or job.transforms:
             each = [self._augmented(client, step, own) for client, own in zip(clients, rows, strict=True)]
-            inputs, targets = (torch.stack(parts) for parts in zip(*each, strict=True))
-            return inputs, targets
-        inputs, targets = batch(job.data.train, rows.reshape(-1), job.transform)
-        return inputs.unflatten(0, rows.shape), targets.unflatten(0, rows.shape)
+            return Batch(*over(lambda *leaf: torch.stack(leaf), *map(tuple, each)))
+        flat = batch(job.data.train, rows.reshape(-1), job.transform)
+        return Batch(*over(lambda leaf: leaf.unflatten(0, rows.shape), tuple(flat)))
 
 
 def open_shard(job: Job, mine: Sequence[int], store: str = "memory", scratch: Path | None = None) -> Shard:

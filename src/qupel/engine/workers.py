@@ -27,6 +27,7 @@ import torch.multiprocessing
 from torch import Tensor
 
 from qupel.core.layout import Layout
+from qupel.data.samples import held
 from qupel.engine.faults import raise_told, told
 from qupel.engine.job import Job
 from qupel.engine.scratch import hold_multiprocessing
@@ -224,8 +225,7 @@ def _marked(bunch: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
 def _room_in_shared_memory(job: Job, bytes: int) -> Iterator[None]:
     """What is sent to workers lives in shared memory, the data too: say so where it is too small, before the system
     ends the first process that touches a page that is not there."""
-    arrays = (job.data.train, job.data.test)
-    tensors = [t for a in arrays for t in (a.inputs, a.targets, a.groups) if t is not None and not t.is_shared()]
+    tensors = [t for samples in (job.data.train, job.data.test) for t in held(samples) if not t.is_shared()]
     bytes += sum(t.numel() * t.element_size() for t in (*tensors, *job.module.state_dict().values()))
     remedy = f"make {SHARED_MEMORY} larger, or use --workers 1"
     if SHARED_MEMORY.is_dir():

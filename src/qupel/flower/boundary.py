@@ -3,7 +3,8 @@
 Every field has a rule, checked on both sides: at the client before anything is sent (thrice: when the answer is made,
 when it is encoded, when the process that talks to Flower passes it on), at the server before anything is believed.
 What is not on the list has no field to travel in. Texts are sentences of `SENTENCES`, with whole numbers in the places
-of `{}`; any other text stays in the client's own log. docs/deploy.md has this list as a table; a test compares them.
+of `{}` and hashes in those of `{hash}`; any other text stays in the client's own log. docs/deploy.md has this list as a
+table; a test compares them.
 
 Nothing but the standard library: the process that passes an answer on must start fast.
 """
@@ -21,6 +22,8 @@ from qupel.flower.frames import Header
 MOST_TEXT = 300  # characters of somebody else's that reach a log or a terminal
 MOST_INPUTS, MOST_CLASSES = 2**24, 2**20  # numbers in an input; with more, no server could build a model
 MOST_LOSS = 1e30
+MOST_METRICS = 100
+HASH = "[0-9a-f]{16}"
 JOB = r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}"
 
 FAILED = "it could not answer; its own log says why"
@@ -33,6 +36,7 @@ REFUSALS = {  # of a private client (`ledger`)
     "budget-spent": "a private client answers within its own max_rounds, max_epsilon and max_delta, which are spent",
     "ledger-damaged": "a private client that cannot read what it has spent (_privacy.json) answers nothing",
 }
+LAYOUT = "the server's network has layout {hash}, this client's {hash}"
 REMOVED = "this client has removed its states of this job, which nobody had asked for in long"
 SENTENCES = (
     FAILED,
@@ -42,6 +46,7 @@ SENTENCES = (
     NO_CLASSES,
     "the server speaks protocol {}, this client {}",
     "client {} in a job for {} clients, numbered from 0",
+    LAYOUT,
     "the server's model has {} parameters, this client's {}",
     "round {} is over: this client is at round {}",
     "cannot go back to round {}: of the past, round {} is kept",
@@ -81,7 +86,12 @@ def maybe(rule: Rule) -> Rule:
 
 
 def sentence(allowed: tuple[str, ...]) -> Rule:
-    patterns = [re.compile(re.escape(text).replace(r"\{\}", "[0-9]{1,10}")) for text in allowed]
+    places = {r"\{\}": "[0-9]{1,10}", r"\{hash\}": HASH}
+    patterns = []
+    for text in map(re.escape, allowed):
+        for place, what in places.items():
+            text = text.replace(place, what)
+        patterns.append(re.compile(text))
     return Rule("a sentence of the list", lambda v: type(v) is str and any(p.fullmatch(v) for p in patterns))
 
 
@@ -102,8 +112,15 @@ NAME = Rule("the job's name", lambda v: type(v) is str and re.fullmatch(JOB, v) 
 SHAPE = Rule("1 to 8 whole numbers from 1 with a product up to 2^24", _is_shape)
 
 
-def say(rule: Rule, meaning: str) -> Any:
-    return field(metadata={"rule": rule, "meaning": meaning})
+LAYOUT_HASH = maybe(Rule("16 hexadecimal digits", lambda v: type(v) is str and re.fullmatch(HASH, v) is not None))
+METRICS = Rule(
+    f"up to {MOST_METRICS} numbers of size up to 1e30, or nothing for one",
+    lambda v: type(v) is tuple and len(v) <= MOST_METRICS and all(map(LOSS.holds, v)),
+)
+
+
+def say(rule: Rule, meaning: str, **default: Any) -> Any:
+    return field(metadata={"rule": rule, "meaning": meaning}, **default)
 
 
 # --- answers ---
@@ -129,6 +146,7 @@ class Hello(Answer):
     samples: int = say(COUNT, "training samples")
     shape: tuple[int, ...] = say(SHAPE, "shape of an input")
     classes: int = say(CLASSES, "classes that there are in all")
+    layout: str | None = say(LAYOUT_HASH, "hash of the network's names and shapes", default=None)
 
 
 @dataclass(frozen=True)
@@ -162,6 +180,9 @@ class Scores(PrivateScores):
     bytes: int = say(SIZE, "size of its model")
     bits: float = say(BITS, "mean bits of a quantized weight")
     dead: int = say(SIZE, "centers without a weight")
+    test_metrics: tuple[float | None, ...] = say(METRICS, "the job's metrics on its test data", default=())
+    validation_metrics: tuple[float | None, ...] = say(METRICS, "the same on its validation data", default=())
+    float_test_metrics: tuple[float | None, ...] = say(METRICS, "the same before quantization", default=())
 
 
 @dataclass(frozen=True)
@@ -174,6 +195,11 @@ class PrivateExport(Answer):
 class Export(PrivateExport):
     bytes: int = say(SIZE, "size of the file it wrote on its own disk")
     test: float | None = say(ACCURACY, "accuracy of that model on its test data")
+
+
+@dataclass(frozen=True)
+class Adapted(Export):
+    shared: float | None = say(ACCURACY, "accuracy of the shared model, as it is, on the same data")
 
 
 @dataclass(frozen=True)
@@ -197,7 +223,10 @@ LEAVES: dict[tuple[str, bool], type[Answer]] = {
     ("evaluate", True): PrivateScores,
     ("export", False): Export,
     ("export", True): PrivateExport,
+    ("adapt", False): Adapted,
+    ("adapt", True): PrivateExport,
 }
+LISTS = {"shape", "test_metrics", "validation_metrics", "float_test_metrics"}
 WITH_BODY = (Update, PrivateUpdate)  # the upload: rows in the job's codec, their shares; where private, noised rows
 
 
@@ -238,7 +267,7 @@ def heard(kind: object, header: Header) -> Answer:
     for private in (False, True):
         cls = LEAVES.get((str(kind), private))
         if cls is not None and set(header) == {f.name for f in fields(cls)}:
-            return cls(**{k: tuple(v) if k == "shape" and type(v) is list else v for k, v in header.items()})
+            return cls(**{k: tuple(v) if k in LISTS and type(v) is list else v for k, v in header.items()})
     names = ", ".join(sorted(map(str, header)))
     raise Unspeakable(f"its fields are {printable(names, 120) or 'none'}, and those are no answer to {str(kind)[:20]}")
 

@@ -1,9 +1,10 @@
 """A client of the federation: its own data, its own bits, its own state; it answers the server's questions.
 
-hello     who it is: number, training samples, shape of an input, classes
+hello     who it is: number, training samples, shape of an input, classes; the layout of the network it would train
 train     tau steps from the server's w; the upload, or why there is none
 evaluate  how its deployed model scores on its own test data
 export    write its packed model on its own disk; size and test accuracy
+adapt     the same after the end, where it has not taken part: from w alone (`run.adapt`)
 
 What of that leaves it, `boundary` says; all else that there is to say goes to its own log.
 """
@@ -11,33 +12,40 @@ What of that leaves it, `boundary` says; all else that there is to say goes to i
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from pydantic import ValidationError
+from torch import nn
 
+from qupel.core.layout import Layout
 from qupel.data.batches import generator
 from qupel.data.partition import Part
+from qupel.data.sources import Dataset
 from qupel.deploy.budget import parse_size
 from qupel.deploy.file import save
-from qupel.engine.rounds import value
+from qupel.engine.door import check_trainable
 from qupel.engine.shard import Shard
 from qupel.flower import boundary
 from qupel.flower.boundary import Answer
 from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations, Undone
 from qupel.flower.ledger import Ledger
-from qupel.flower.task import PROTOCOL, ClientConfig, Task
+from qupel.flower.task import PROTOCOL, ClientConfig, Task, plain_name
 from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
-from qupel.parts.base import Rows, Upload, vector
+from qupel.parts.base import Deployed, Rows, Upload, vector
+from qupel.run.adapt import Origin, adapt_clients, layout_hash
 from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, TaskConfig, explain
-from qupel.run.jobs import Cell, build_job, describe, load_data, split_data
-from qupel.tasks.judge import Score
+from qupel.run.jobs import Cell, assemble, build_model, build_plans, data_of, describe, split_clients
+from qupel.tasks import zoo
+from qupel.tasks.judge import Judge, Score, value
 from qupel.util.errors import UserError
 from qupel.util.registry import imports_limited_to
 
@@ -49,7 +57,7 @@ class Client:
 
     def __init__(self, config: ClientConfig) -> None:
         self.config = config
-        self.data = load_data(config.data.name, config.data.folder, config.data.limit)
+        self.data = data_of(merged(config, None))
         self.job: ClientJob | None = None
 
     def answer(self, header: Header, body: bytes) -> tuple[Header, bytes]:
@@ -72,7 +80,9 @@ class Client:
         if protocol != PROTOCOL:
             raise UserError(f"the server speaks protocol {protocol}, this client {PROTOCOL}")
         if kind == "hello":
-            return self._hello(int(header["seed"])), b""
+            return self._hello(header), b""
+        if kind == "adapt":
+            return LateJob(self.config, self._task(header["task"])).adapt(int(header["round"]), body), b""
         job = self._job(header["task"])
         round, undone = int(header["round"]), [(int(first), int(last)) for first, last in header["undone"]]
         w = job.rows(round, body)
@@ -84,56 +94,107 @@ class Client:
             return job.export(round, w, undone), b""
         raise KeyError(kind)
 
-    def _hello(self, seed: int) -> Answer:
-        parts = split_data(merged(self.config, None), self.data, seed)
+    def _hello(self, header: Header) -> Answer:
+        parts = all_parts(merged(self.config, None), self.data, int(header["seed"]))
         samples = len(parts[own_number(self.config, parts)].train_rows)
         if self.data.classes is None:
             raise UserError(boundary.NO_CLASSES)
-        shape = tuple(self.data.train.inputs.shape[1:])
-        return boundary.Hello(self.config.client, samples, shape, self.data.classes)
+        shape = self.data.shape
+        layout = None
+        if "model" in header:  # before any round: whether both sides mean the same network
+            with imports_limited_to(self.config.allow):
+                name = plain_name(str(header["model"]))
+                zoo.networks[name]  # what is not allowed is refused here
+                with suppress(UserError):  # one that does not fit these data has no layout, and the server sees why
+                    layout = layout_hash(zoo.build(name, shape, self.data.classes, 0, dict(header["args"])))
+        return boundary.Hello(self.config.client, samples, shape, self.data.classes, layout)
 
-    def _job(self, described: Any) -> ClientJob:
+    def _task(self, described: Any) -> Task:
         try:
             with imports_limited_to(self.config.allow):  # a server says which parts, not which code is loaded
-                task = Task.model_validate_json(json.dumps(described))
+                return Task.model_validate_json(json.dumps(described))
         except ValidationError as e:
             raise UserError(f"the server's task: {explain(e)}") from None
+
+    def _job(self, described: Any) -> ClientJob:
+        task = self._task(described)
         if self.job is None or self.job.task != task:
             self.job = ClientJob(self.config, task)
         return self.job
 
 
-class ClientJob:
-    """One job at this client: a shard of one client, and its generations on disk."""
+class LateJob:
+    """One job at this client: its settings, its data, its network."""
 
     def __init__(self, own: ClientConfig, task: Task) -> None:
         self.own, self.task, self.client = own, task, own.client
-        if self.client >= task.clients:
-            raise UserError(f"client {self.client} in a job for {task.clients} clients, numbered from 0")
         self.config = merged(own, task)
         self.cell = Cell(task.label, task.seed)
-        job = build_job(self.config, self.cell)
-        here = (tuple(job.data.train.inputs.shape[1:]), job.data.classes)
+        data = data_of(self.config)
+        here = (data.shape, data.classes)
         if here != (task.shape, task.classes):
-            raise UserError(f"{job.data.name} has (inputs, classes) {here}; the job is for {task.shape, task.classes}")
-        mine = own_number(own, job.parts)
+            raise UserError(f"{data.name} has (inputs, classes) {here}; the job is for {task.shape, task.classes}")
+        module = build_model(self.config, data, self.cell)
+        if (mine := layout_hash(module)) != (task.layout or mine):
+            raise UserError(boundary.LAYOUT.replace("{hash}", "{}").format(task.layout, mine))
+        parts = all_parts(self.config, data, task.seed)
+        plan = build_plans(self.config, self.cell, module, data, 1)[0]
         # Of the clients only this one is looked at: the others are on other machines.
-        parts, plans = [job.parts[mine]] * task.clients, [job.plans[mine]] * task.clients
-        self.job = replace(job, parts=parts, plans=plans, epoch_steps=task.epoch_steps)
-        self.shard = Shard(self.job, [self.client])
+        everyone = [parts[own_number(own, parts)]] * task.clients
+        job = assemble(self.config, self.cell, module, data, everyone, [plan] * task.clients)
+        check_trainable(job)
+        self.job = replace(job, names=(), epoch_steps=task.epoch_steps)
+        self.size = Layout.of(module).size
         self.folder = own.state / task.job
-        self.generations = Generations(self.folder, self.shard)
-        self.ledger = Ledger(own.state, own.privacy) if own.privacy else None
 
     def rows(self, round: int, body: bytes) -> Rows:
         """What the server sent: the rows of this round's method."""
         if not 0 <= round < self.job.rounds:
             raise ValueError(f"round {round} of a job with {self.job.rounds}")
         numbers = torch.frombuffer(bytearray(body), dtype=torch.float32) if body else torch.empty(0)
-        count, size = self.job.rows_of(self.job.locate(round)[0]), len(self.shard.initial)
-        if len(numbers) != count * size:
-            raise UserError(f"the server's model has {len(numbers)} parameters, this client's {count * size}")
-        return numbers.split(size)
+        count = self.job.rows_of(self.job.locate(round)[0])
+        if len(numbers) != count * self.size:
+            raise UserError(f"the server's model has {len(numbers)} parameters, this client's {count * self.size}")
+        return numbers.split(self.size)
+
+    def adapt(self, round: int, body: bytes) -> Answer:
+        """From the server's last w to a model of this client's own, on its own disk."""
+        names: dict[str, Any] = {"layers": self.own.layers, "channels": self.own.levels == "channel"}
+        names["standardize"] = self.config.data.standardize
+        origin = Origin.of(self.job, self.rows(round, body), self.task.label, **names)
+        name = f"client {self.client}"
+        done = adapt_clients(origin, self.job.data, self.job.parts[:1], self.job.plans[:1], [name])
+        for fault in done.faults.values():
+            log(f"{self.task.job}: {fault}")
+            raise UserError(boundary.DIVERGED.format(round + 1))
+        test = done.judged[0].test
+        module = Judge(self.job.module, self.job.loss).load(done.models[0].x, done.job.calibration(0))
+        written = self.write(module, done.models[0], name, test)
+        if self.own.privacy:
+            return boundary.PrivateExport(self.client, round)
+        return boundary.Adapted(self.client, round, written, test.accuracy, done.plain[0].accuracy)
+
+    def write(self, module: nn.Module, model: Deployed, name: str, test: Score) -> int:
+        """This client's file; its bytes."""
+        allowed = parse_size(self.own.budget) if self.own.budget and model.codebook else None
+        about = describe(self.config, self.cell, self.job.data_of(0), name, value(test), allowed)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        written = save(self.folder / MODEL, module, model.codebook, about=about)
+        if allowed is not None and written > allowed:
+            raise UserError(boundary.OVERSIZE.format(written, allowed))
+        return written
+
+
+class ClientJob(LateJob):
+    """The same where this client takes part: a shard of one client, and its generations on disk."""
+
+    def __init__(self, own: ClientConfig, task: Task) -> None:
+        if own.client >= task.clients:
+            raise UserError(f"client {own.client} in a job for {task.clients} clients, numbered from 0")
+        super().__init__(own, task)
+        self.shard = Shard(self.job, [self.client])
+        self.generations = Generations(self.folder, self.shard)
+        self.ledger = Ledger(own.state, own.privacy) if own.privacy else None
 
     def train(self, asked: Asked, w: Rows, undone: Undone) -> tuple[Answer, bytes]:
         """One round. Asked for again, it is answered again and not trained again. A private client pays for it when its
@@ -193,7 +254,13 @@ class ClientJob:
         (judged,) = self.shard.evaluate(round, w, [self.client])
         scores = (*sayable(judged.test), *sayable(judged.validation), *sayable(judged.float_test))
         size = (judged.bytes or 0, judged.bits or 0.0, judged.dead or 0)
-        return boundary.Scores(self.client, round, *scores, *size)
+        more = (self._more(score) for score in (judged.test, judged.validation, judged.float_test))
+        return boundary.Scores(self.client, round, *scores, *size, *more)
+
+    def _more(self, score: Score) -> tuple[float | None, ...]:
+        """The metrics that the job asks for."""
+        told = (score.more.get(name) for name in self.task.metrics)
+        return tuple(None if v is None or math.isnan(v) else sayable_loss(v) for v in told)
 
     def export(self, round: int, w: Rows, undone: Undone) -> Answer:
         """Write what this client ships after `round` to its own disk."""
@@ -201,13 +268,7 @@ class ClientJob:
         (judged,) = self.shard.evaluate(round, w, [self.client])
         model = self.shard.deployed(self.client, round, w)
         module = self.shard.judge_of(self.client).load(model.x, self.job.calibration(self.client))
-        allowed = parse_size(self.own.budget) if self.own.budget and model.codebook else None
-        name, test = self.job.name(self.client), value(judged.test)
-        about = describe(self.config, self.cell, self.job.data, name, test, allowed)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        written = save(self.folder / MODEL, module, model.codebook, about=about)
-        if allowed is not None and written > allowed:
-            raise UserError(boundary.OVERSIZE.format(written, allowed))
+        written = self.write(module, model, self.job.name(self.client), judged.test)
         if self.own.privacy:
             return boundary.PrivateExport(self.client, round)
         return boundary.Export(self.client, round, written, judged.test.accuracy)
@@ -230,7 +291,7 @@ def log(text: str) -> None:
 
 def merged(own: ClientConfig, task: Task | None) -> Config:
     """The server's settings with the client's own data and bits, as one experiment; without a task, of the data."""
-    data = DataConfig(name=own.data.name, folder=own.data.folder, limit=own.data.limit)
+    data = DataConfig(**own.data.model_dump())
     split = own.split or SplitConfig(kind="one")
     if task is None:
         return Config(data=data, split=split, methods={"none": MethodConfig(recipe="fedavg")})
@@ -238,7 +299,7 @@ def merged(own: ClientConfig, task: Task | None) -> Config:
         data=data.model_copy(update={"augment": task.augment}),
         split=split,
         model=ModelConfig(name=task.model, args=task.args, layers=own.layers, levels=own.levels),
-        task=TaskConfig(loss=task.loss),
+        task=TaskConfig(loss=task.loss, metrics=task.metrics),
         bits=own.bits or "auto",
         budget=own.budget,
         local_steps=task.local_steps,
@@ -246,6 +307,12 @@ def merged(own: ClientConfig, task: Task | None) -> Config:
         sample=task.sample,
         methods={task.label: MethodConfig(phases=task.phases)},
     )
+
+
+def all_parts(config: Config, data: Dataset, seed: int) -> list[Part]:
+    """Those that train, then in a try-out with `split.unseen` those that come later."""
+    seen, later = split_clients(config, data, seed)
+    return [*seen, *later]
 
 
 def own_number(own: ClientConfig, parts: Sequence[Part]) -> int:

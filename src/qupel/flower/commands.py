@@ -306,6 +306,36 @@ def export(
     _show(target)
 
 
+@app.command()
+def adapt(
+    folder: Dir,
+    name: Annotated[str, typer.Argument(help="of a finished run")],
+    client: Annotated[
+        list[int] | None, typer.Option("--client", help="number of a client (default: all without a model of the run)")
+    ] = None,
+    server: Server = None,
+) -> None:
+    """Serve clients after the end: each makes a small model of its own from the shared one, on its own machine."""
+    require_flower()
+    from qupel.flower.folder import Federation
+    from qupel.flower.server import ADAPT, ADAPTED
+    from qupel.util.files import write_json
+
+    federation = Federation.open(folder)
+    _warn(federation)
+    target = federation.folder / "runs" / name
+    if not (target / "w.bin").exists():
+        raise UserError(f"{target} holds no finished run")
+    for number in client or ():
+        if not 0 <= number < federation.clients:
+            raise UserError(f"--client {number}: allowed are 0 to {federation.clients - 1}")
+    (target / ADAPT).unlink(missing_ok=True)
+    if client:
+        write_json(target / ADAPT, sorted(dict.fromkeys(client)))
+    _drive(federation, server, target, "adapt")
+    _show(target, ADAPTED)
+
+
 def require_flower() -> None:
     try:
         import flwr  # noqa: F401
@@ -316,7 +346,7 @@ def require_flower() -> None:
 # --- a run and who watches it ---
 
 
-def _drive(federation: Federation, server: str | None, target: Path, mode: Literal["run", "export"]) -> None:
+def _drive(federation: Federation, server: str | None, target: Path, mode: Literal["run", "export", "adapt"]) -> None:
     from qupel.flower.drive import drive
 
     drive(federation, _address(federation, server), target, mode, _tell)
@@ -345,14 +375,17 @@ def _tell(progress: dict[str, Any]) -> None:
         err.print(never_text(line), highlight=False)
 
 
-def _show(target: Path) -> None:
-    path = target / "exports.json"
+def _show(target: Path, name: str = "exports.json") -> None:
+    path = target / name
     if path.exists():
-        table = Table("client", "model on its disk", "test accuracy")
+        adapted = ["of the shared model"] if name != "exports.json" else []
+        table = Table("client", "model on its disk", "test accuracy", *adapted)
         for told in json.loads(path.read_text()):
             size = shown(told.get("error") or ("written" if told["bytes"] is None else f"{told['bytes']:,} bytes"))
-            table.add_row(
-                str(told["client"]), Text(size), f"{100 * told['test']:.1f} %" if told.get("test") is not None else ""
+            scores = (
+                f"{100 * told[k]:.1f} %" if told.get(k) is not None else ""
+                for k in ("test", "shared")[: 1 + len(adapted)]
             )
+            table.add_row(str(told["client"]), Text(size), *scores)
         out.print(table)
     out.print(f"[dim]everything the server knows is in {shown(target)}[/dim]")

@@ -20,7 +20,7 @@ def drive(
     federation: Federation,
     address: str,
     target: Path,
-    mode: Literal["run", "export"],
+    mode: Literal["run", "export", "adapt"],
     tell: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> None:
     """Run what RUN/request.json asks for, to its end. The first Ctrl-C stops it after its round, the second at once."""

@@ -217,11 +217,18 @@ def client_text(number: int, config: Config) -> str:
         size = f"bits = {each[number % len(each)]}"
     layers = "" if config.model.layers is None else f"layers = {json.dumps(list(config.model.layers))}\n"
     layers += 'levels = "channel"\n' if config.model.levels == "channel" else ""
-    data = {k: v for k, v in config.data.model_dump(mode="json").items() if v is not None and k != "augment"}
+    data = {k: v for k, v in config.data.model_dump(mode="json").items() if v not in (None, {}) and k != "augment"}
     split = {k: v for k, v in config.split.model_dump(mode="json").items() if v is not None}
-    tables = [f"[{name}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in table.items())
+    tables = [f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items())
               for name, table in (("data", data), ("split", split))]  # fmt: skip
     return templates.CLIENT.format(number=number, size=size, layers=layers, data=tables[0], split=tables[1])
+
+
+def _toml(value: Any) -> str:
+    """A value of a config as TOML."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
 
 
 def free_port() -> int:

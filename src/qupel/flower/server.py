@@ -35,13 +35,17 @@ from qupel.flower.task import PROTOCOL, Task
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
 from qupel.parts.methods.base import sends
+from qupel.run.adapt import FILE, layout_hash, write_origin
 from qupel.run.config import Config, Strict
-from qupel.run.jobs import Cell, assemble, build_model
+from qupel.run.folder import origin_of
+from qupel.run.jobs import Cell, assemble, build_model, model_name
 from qupel.tasks.judge import Score
+from qupel.tasks.metrics import metrics
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_atomic, write_json
 
 TRIES = 3  # of a round that too few clients answer
+EXPORTS, ADAPT, ADAPTED = "exports.json", "adapt.json", "adapted.json"  # in a run's folder
 UNDONE = "undone.json"  # in a checkpoint: rounds that do not count, which clients need to know
 
 
@@ -147,24 +151,25 @@ class Fleet:
         for reply in self._ask("evaluate", round, w, wait_for(self.post, clients, 1, self.terms.patience)):
             heard = hear("evaluate", reply, round=round)
             if isinstance(heard, boundary.PrivateScores):
-                judged.append(judged_of(heard))
+                judged.append(judged_of(heard, self.task.metrics))
             else:
                 self.unheard.append(f"{self.job.name(reply.client)}: {heard}")
         if not judged:
             raise Failed("; ".join([f"round {round + 1}: no client told how its model scores", *self.unheard]))
         return iter(judged)
 
-    def export(self, round: int, w: Rows) -> list[dict[str, Any]]:
-        """Let every connected client write its model on its own disk: per client its bytes and test score, or error."""
-        everyone = range(self.terms.clients)
-        told: dict[int, dict[str, Any]] = {client: {"error": "no answer"} for client in everyone}
-        for reply in self._ask("export", round, w, wait_for(self.post, everyone, 1, self.terms.patience)):
-            heard = hear("export", reply, round=round)
+    def written(self, kind: str, round: int, w: Rows, clients: Sequence[int]) -> list[dict[str, Any]]:
+        """`export`: let these clients, where they are connected, write their models on their own disks; `adapt`: models
+        made of w, where they need not have taken part. Per client its bytes and test score, or error."""
+        told: dict[int, dict[str, Any]] = {client: {"error": "no answer"} for client in clients}
+        for reply in self._ask(kind, round, w, wait_for(self.post, clients, 1, self.terms.patience)):
+            heard = hear(kind, reply, round=round)
             if isinstance(heard, boundary.PrivateExport):
-                told[reply.client] = {k: getattr(heard, k, None) for k in ("bytes", "test")}
+                more = {"shared": heard.shared} if isinstance(heard, boundary.Adapted) else {}
+                told[reply.client] = {k: getattr(heard, k, None) for k in ("bytes", "test")} | more
             else:
                 told[reply.client] = {"error": str(heard)}
-        return [{"client": client, **told[client]} for client in everyone]
+        return [{"client": client, **told[client]} for client in clients]
 
     def deployed(self, round: int, w: Rows, client: int) -> Deployed:
         raise Failed("a client's model never leaves it; let it write the model on its own disk with `export`")
@@ -200,20 +205,25 @@ def hear(kind: str, reply: Reply, round: int | None = None, job: str | None = No
         return f"an answer that cannot be read: {printable(e, 200)}"
 
 
-def judged_of(heard: boundary.PrivateScores) -> Judged:
+def judged_of(heard: boundary.PrivateScores, metrics: Sequence[str] = ()) -> Judged:
     """A client's scores as the loop of rounds takes them; a private client's are not there."""
     if not isinstance(heard, boundary.Scores):
         unsaid = Score(math.nan, None, 0)
         return Judged(heard.client, unsaid, unsaid, unsaid, None, None, None)
-    test = score(heard.test, heard.test_loss)
-    validation = score(heard.validation, heard.validation_loss)
-    float_test = score(heard.float_test, heard.float_test_loss)
+    test = score(heard.test, heard.test_loss, metrics, heard.test_metrics)
+    validation = score(heard.validation, heard.validation_loss, metrics, heard.validation_metrics)
+    float_test = score(heard.float_test, heard.float_test_loss, metrics, heard.float_test_metrics)
     return Judged(heard.client, test, validation, float_test, heard.bytes, heard.bits, heard.dead)
 
 
-def score(accuracy: float | None, loss: float | None) -> Score:
+def score(
+    accuracy: float | None, loss: float | None, metrics: Sequence[str] = (), told: Sequence[float | None] = ()
+) -> Score:
     """A score has a loss, or it is none: one client without must not make the mean of all NaN."""
-    return Score(math.nan, None, 0) if loss is None else Score(loss, accuracy, 1)
+    if loss is None:
+        return Score(math.nan, None, 0)
+    values = [math.nan if v is None else v for v in told] + [math.nan] * len(metrics)
+    return Score(loss, accuracy, 1, dict(zip(metrics, values, strict=False)))
 
 
 def wait_for(post: Post, clients: Sequence[int], least: int, patience: float) -> list[int]:
@@ -259,6 +269,8 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     of another kind than most clients' are left out."""
     terms = request.terms
     header = {"kind": "hello", "protocol": PROTOCOL, "seed": request.seed}
+    cell = Cell(request.label, request.seed)
+    header |= {"model": model_name(request.config, cell), "args": request.config.model.args}
     limit = time.monotonic() + terms.patience
     hellos: dict[int, boundary.Hello] = {}
     for _ in range(TRIES):
@@ -281,6 +293,11 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     told = kinds[kind] if kind else {}
     for other in kinds.keys() - {kind}:
         faults |= dict.fromkeys(kinds[other], f"inputs {other[0]} and {other[1]} classes, most have {kind}")
+    if kind is not None:
+        layout = layout_hash(build_model(request.config, nothing(*kind), cell))
+        for client in [i for i in told if hellos[i].layout != layout]:
+            del told[client]
+            faults[client] = f"its network has layout {hellos[client].layout}, the server's {layout}"
     if kind is None or len(told) < terms.minimum:
         named = "; ".join(f"client {client}: {fault}" for client, fault in sorted(faults.items()))
         raise UserError(f"{len(told)} of {len(here)} clients can take part, {terms.minimum} are needed ({named})")
@@ -289,11 +306,23 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     return {"shape": kind[0], "classes": kind[1], "samples": samples, "left_out": faults}
 
 
+def nothing(shape: tuple[int, ...], classes: int) -> Dataset:
+    """The clients' data as the server knows them."""
+    none = Arrays(torch.empty(0, *shape), torch.empty(0, dtype=torch.int64))
+    return Dataset("the clients' own", none, none, classes)
+
+
 def check_told(config: Config) -> None:
     """Clients tell a closed list of things: what a run needs beyond it cannot be had."""
-    for key, wanted in (("task.metrics", config.task.metrics), ("diagnostics", config.diagnostics != "off")):
-        if wanted:
-            raise UserError(f"{key}: clients on Flower tell their losses and accuracies only; leave it out")
+    if config.diagnostics != "off":
+        raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
+    own = [name for name in config.task.asked() if name not in metrics]
+    if own:
+        raise UserError(
+            f"task.metrics: clients on Flower tell built-in ones only ({', '.join(metrics)}), not {own[0]!r}"
+        )
+    if config.data.standardize == "shared":
+        raise UserError('data.standardize = "shared": clients on Flower tell nothing of their data; use "client"')
 
 
 def open_fleet(folder: Path, post: Post) -> Fleet:
@@ -307,8 +336,7 @@ def open_fleet(folder: Path, post: Post) -> Fleet:
     if not greeting.exists():
         write_json(greeting, greet(post, request))
     told = json.loads(greeting.read_text())
-    none = Arrays(torch.empty(0, *told["shape"]), torch.empty(0, dtype=torch.int64))
-    data = Dataset("the clients' own", none, none, told["classes"])
+    data = nothing(tuple(told["shape"]), told["classes"])
     parts = [stand_in(n) for n in told["samples"]]
     config, cell = request.config, Cell(request.label, request.seed)
     job = assemble(config, cell, build_model(config, data, cell), data, parts, [Plan() for _ in parts])
@@ -324,7 +352,7 @@ def conduct(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
     """Run the job of a folder to its end, from its newest checkpoint if there is one, and let the clients export."""
-    fleet = open_fleet(folder, post)
+    request, fleet = Request.read(folder), open_fleet(folder, post)
     checkpoints = Checkpoints(folder, fleet.task.job)
 
     def tell(progress: Progress) -> None:
@@ -334,7 +362,8 @@ def conduct(
     finished = run(fleet.job, fleet, checkpoints=checkpoints, watch=tell, should_stop=should_stop)
     write_atomic(folder / "w.bin", vector(finished.w).numpy().tobytes())
     fleet.save(folder)
-    if Request.read(folder).config.save_models:
+    write_origin(folder / FILE, origin_of(request.config, Cell(request.label, request.seed), fleet.job, finished.w))
+    if request.config.save_models:
         export(folder, fleet)
     write_json(
         folder / "result.json", {"rounds": fleet.job.rounds, "lines": [scores.short(line) for line in finished.lines]}
@@ -345,8 +374,25 @@ def conduct(
 
 def export(folder: Path, fleet: Fleet) -> list[dict[str, Any]]:
     """Let the clients of a finished run write their models; what they tell goes to RUN/exports.json."""
+    told = fleet.written("export", fleet.job.rounds - 1, _last(folder, fleet), range(fleet.terms.clients))
+    write_json(folder / EXPORTS, told)
+    return told
+
+
+def adapt(folder: Path, fleet: Fleet) -> list[dict[str, Any]]:
+    """Serve clients after the end: those that RUN/adapt.json names, else all that have no model of this run. What they
+    tell goes to RUN/adapted.json."""
+    asked = folder / ADAPT
+    known = read_json(folder / EXPORTS) if (folder / EXPORTS).exists() else []
+    have = {told["client"] for told in known if "error" not in told}
+    clients = read_json(asked) if asked.exists() else [i for i in range(fleet.terms.clients) if i not in have]
+    told = fleet.written("adapt", fleet.job.rounds - 1, _last(folder, fleet), clients) if clients else []
+    write_json(folder / ADAPTED, told)
+    return told
+
+
+def _last(folder: Path, fleet: Fleet) -> Rows:
+    """The rows that a finished run has left; from here on the clients' rounds count as they did at its end."""
     w = torch.from_numpy(np.fromfile(folder / "w.bin", np.float32))
     fleet.undone = read_json(folder / UNDONE)["undone"]
-    told = fleet.export(fleet.job.rounds - 1, w.split(Layout.of(fleet.job.module).size))
-    write_json(folder / "exports.json", told)
-    return told
+    return w.split(Layout.of(fleet.job.module).size)

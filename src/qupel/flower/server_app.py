@@ -25,7 +25,7 @@ from qupel.flower import frames
 from qupel.flower.boundary import printable
 from qupel.flower.frames import Header
 from qupel.flower.processes import Process
-from qupel.flower.server import Reply, conduct, export, open_fleet
+from qupel.flower.server import Reply, adapt, conduct, export, open_fleet
 from qupel.util.errors import UserError
 from qupel.util.files import write_json
 
@@ -37,7 +37,7 @@ PULL_SECONDS = 1.0  # to fetch one answer before others are looked at
 MOST_REPEATED = 2**28  # bytes of an array whose chunks are repeated
 LARGEST_ANSWER, DEEPEST_ANSWER = 2**14, 2  # bytes and brackets of an answer's header; ours have under 1,000 and 2
 # of our questions; the others are Flower's own: train, evaluate
-MESSAGE_TYPES = {"hello": "query.hello", "ping": "query.hello", "export": "query.export"}
+MESSAGE_TYPES = {"hello": "query.hello", "ping": "query.hello", "export": "query.export", "adapt": "query.export"}
 
 
 @app.main()
@@ -58,6 +58,8 @@ def main(grid: Grid, context: Context) -> None:
     try:
         if mode == "export":
             export(folder, open_fleet(folder, post))
+        elif mode == "adapt":
+            adapt(folder, open_fleet(folder, post))
         else:
             conduct(folder, post, tell, should_stop=(folder / "stop").exists)
         ended = {"state": "done", "message": ""}

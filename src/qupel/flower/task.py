@@ -12,9 +12,10 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 
 from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
-from qupel.flower.boundary import JOB
+from qupel.flower.boundary import HASH, JOB, MOST_METRICS
 from qupel.parts.codecs import codecs
 from qupel.parts.servers.mean import Mean
+from qupel.run.adapt import layout_hash
 from qupel.run.config import (
     Bits,
     Config,
@@ -28,9 +29,10 @@ from qupel.run.config import (
 )
 from qupel.run.jobs import Cell, model_name
 from qupel.tasks.losses import losses
+from qupel.tasks.metrics import metrics
 from qupel.util.errors import UserError
 
-PROTOCOL: Literal[3] = 3  # of the messages between server and clients; both sides must agree
+PROTOCOL: Literal[4] = 4  # of the messages between server and clients; both sides must agree
 
 
 class Task(Strict):
@@ -42,13 +44,17 @@ class Task(Strict):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # BinaryRelax ends with an infinite lambda
 
-    protocol: Literal[3] = PROTOCOL
+    protocol: Literal[4] = PROTOCOL
     job: str = Field(pattern=f"^{JOB}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
     model: str
     args: dict[str, Any] = Field({}, description="what the network is built with")
+    layout: str | None = Field(None, pattern=f"^{HASH}$", description="hash of the network's names and shapes")
     loss: str | None = None
+    metrics: tuple[str, ...] = Field(
+        (), max_length=MOST_METRICS, description="names of built-in ones, told in this order"
+    )
     shape: tuple[int, ...]
     classes: int = Field(ge=1)
     clients: int = Field(ge=1)
@@ -63,19 +69,28 @@ class Task(Strict):
     @field_validator("upload")
     @classmethod
     def _codec(cls, value: str) -> str:
-        codecs.build(_plain(value), "upload")
+        codecs.build(plain_name(value), "upload")
         return value
 
     @field_validator("model")
     @classmethod
     def _model(cls, value: str) -> str:
-        return check_model(_plain(value))
+        return check_model(plain_name(value))
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Only what is built in: what leaves a client is no stranger's function of its data."""
+        for name in value:
+            if name not in metrics:
+                raise ValueError(f"{name!r}: allowed are {', '.join(metrics)}")
+        return value
 
     @field_validator("loss")
     @classmethod
     def _loss(cls, value: str | None) -> str | None:
         if value is not None:
-            losses[_plain(value)]
+            losses[plain_name(value)]
         return value
 
     @classmethod
@@ -87,8 +102,10 @@ class Task(Strict):
             "seed": job.seed,
             "model": model_name(config, cell),
             "args": config.model.args,
+            "layout": layout_hash(job.module),
             "loss": config.task.loss,
-            "shape": list(job.data.train.inputs.shape[1:]),
+            "metrics": list(job.metrics),
+            "shape": list(job.data.shape),
             "classes": job.data.classes,
             "clients": len(job.parts),
             "phases": [replace(p, server=Mean()).table() for p in job.phases],
@@ -102,7 +119,7 @@ class Task(Strict):
         return cls.model_validate_json(json.dumps(described))
 
 
-def _plain(path: str) -> str:
+def plain_name(path: str) -> str:
     """A name that is built in, or a thing of a module's own: not one that the module has from elsewhere."""
     if "." in path.partition(":")[2]:
         raise ValueError(f"{path!r}: a name of the module itself is needed")
@@ -113,6 +130,8 @@ class OwnData(Strict):
     name: str = "digits"
     folder: Path | None = None
     limit: int | None = Field(None, ge=1)
+    args: dict[str, Any] = Field({}, description='what a function of its own, "module:function", is called with')
+    standardize: Literal["off", "client"] = Field("off", description="float inputs by its own training data")
 
 
 class Privacy(Strict):
@@ -174,10 +193,12 @@ def load_client(path: Path) -> ClientConfig:
         raise UserError(f"{path} is not TOML: {e}") from None
     except ValidationError as e:
         raise UserError(f"{path}: {explain(e)}") from None
-    if config.allow:
+    if config.allow or ":" in config.data.name:
         find_modules_beside(path)
     here, data = path.resolve().parent, config.data
     own: dict[str, Any] = {"state": here / config.state}
-    if data.name.endswith(".npz"):
-        own["data"] = data.model_copy(update={"name": str(here / Path(data.name).expanduser())})
+    if data.name.endswith((".npz", "/")):
+        own["data"] = data.model_copy(
+            update={"name": f"{here / Path(data.name).expanduser()}{'/' * data.name.endswith('/')}"}
+        )
     return config.model_copy(update=own)

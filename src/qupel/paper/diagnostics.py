@@ -28,6 +28,7 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.tasks.task import Batch, Diverged, Evaluated, Loss, Problem, Task
+from qupel.tasks.trees import Tree, length
 
 TOLERANCE = 1e-6  # of |F|, below which an increase is rounding: losses are computed in float32
 _REMEMBERED = 4
@@ -46,7 +47,7 @@ class ClientLoss:
     def __init__(self, task: Task, batches: Sequence[Batch], mu: float = 0.0, seed: int | None = None) -> None:
         self.task, self.batches, self.mu, self.seed = task, batches, mu, seed
         self.layout = task.layout
-        self.samples = sum(len(targets) for _, targets in batches)
+        self.samples = sum(length(batch[1]) for batch in batches)
         self.known: list[tuple[Tensor, Tensor, float]] = []  # x, gradient, value
 
     def gradient(
@@ -61,7 +62,7 @@ class ClientLoss:
         gradient, value = self._at(x)
         return Evaluated(gradient.clone(), value, x[:0])  # methods write into it
 
-    def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
+    def outputs(self, x: Tensor, inputs: Tree) -> Tree:
         return self.task.outputs(x, inputs)
 
     def at(self, x: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class ClientLoss:
             torch.manual_seed(self.seed)
         gradient, value = self.mu * x, self.mu / 2 * float(x @ x)
         for batch in self.batches:
-            share = len(batch[1]) / self.samples
+            share = length(batch[1]) / self.samples
             found = self.task.gradient(x, batch)
             gradient.add_(found.gradient, alpha=share)
             value += share * float(found.loss)
@@ -144,7 +145,7 @@ def _square(v: Tensor) -> float:
     return float(v @ v)
 
 
-NO_BATCH: Batch = (torch.empty(0), torch.empty(0))  # a ClientLoss has its own
+NO_BATCH = Batch(torch.empty(0), torch.empty(0))  # a ClientLoss has its own
 TINY = 1e-7  # a step so short that the change of a gradient along it is rounding
 
 

@@ -15,8 +15,8 @@ from qupel.util.errors import UserError
 
 @dataclass(frozen=True)
 class Phase:
-    """prior: pseudo-counts of the client's own label prior (`parts.prior`), by which it sees shared models in this phase;
-    0: as they are."""
+    """prior: pseudo-counts of the client's own label prior (`parts.prior`), by which it sees shared models in this
+    phase; 0: as they are."""
 
     method: Method
     rounds: int

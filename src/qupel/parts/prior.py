@@ -1,12 +1,12 @@
 """A client's own label prior in the last layer's bias.
 
-A shared model knows all classes, a client may have a few. Where class c is absent from the client's training labels, its
-bias is lowered by
+A shared model knows all classes, a client may have a few. Where class c is absent from the client's training labels,
+the bias of c is lowered by
 
     log((0 + a) / (n + a C)),      n samples, C classes, a pseudo-counts (1/2: Krichevsky and Trofimov, 1981)
 
-which is what the estimate of the class's probability asks for; classes that are there are left to training. The result is
-an ordinary model. In a phase with a prior the client sees every shared model in this way: the shift is added to what comes
+the logarithm of the class's estimated probability; classes that are there are left to training. The result is an
+ordinary model. In a phase with a prior the client sees every shared model in this way: the shift is added to what comes
 and taken off what goes.
 """
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qupel.core.layout import Layout, Slot
 from qupel.parts.base import Rows, State, Upload
+from qupel.tasks.trees import Tree, call
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,13 @@ def shift(labels: Tensor, classes: int, pseudo: float) -> Tensor | None:
 
 
 @torch.no_grad()
-def output_bias(module: nn.Module, layout: Layout, inputs: Tensor, classes: int) -> Slot | None:
+def output_bias(module: nn.Module, layout: Layout, inputs: Tree, classes: int) -> Slot | None:
     """The parameter that is added to the network's outputs (b, C), as a look at the network itself tells: what one adds
     to it comes out, whatever the inputs. None where there is none."""
     was_training = module.training
     module.eval()
     try:
-        before = module(inputs)
+        before = call(module, inputs)
         if not isinstance(before, Tensor) or before.ndim < 2 or before.shape[1] != classes:
             return None
         parameters = dict(module.named_parameters())
@@ -92,7 +93,7 @@ def output_bias(module: nn.Module, layout: Layout, inputs: Tensor, classes: int)
             value = parameters[slot.name]
             kept = value.clone()
             value.add_(asked.to(value.device))
-            moved = module(inputs) - before
+            moved = call(module, inputs) - before
             value.copy_(kept)
             want = asked.to(moved.device).view(1, classes, *[1] * (before.ndim - 2)).expand_as(moved)
             if torch.allclose(moved, want, atol=1e-4, rtol=1e-4):

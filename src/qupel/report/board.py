@@ -23,6 +23,8 @@ SCALARS = {
     "model_bytes": "model/bytes",
     "dead_centers": "model/dead centers",
 }
+# of every metric, over clients
+OVER = {"mean": "mean", "weighted": "mean by test samples", "worst": "worst tenth", "spread": "spread"}
 
 
 class Cell(Protocol):
@@ -52,9 +54,14 @@ class Board:
         if cell.name not in self.writers:
             self.writers[cell.name] = self.open_writer(str(self.folder / cell.name))
         writer, line = self.writers[cell.name], progress.line
+        over = line.get("over_clients", {})
+        score = over["test"]["name"] if "test" in over else "accuracy"
         for key, name in SCALARS.items():
             if key in line:
-                writer.add_scalar(name, line[key], line["step"])
+                writer.add_scalar(name.replace("accuracy/", f"{score}/"), line[key], line["step"])
+        for told in over.values():
+            for key, name in OVER.items():
+                writer.add_scalar(f"{told['name']}/{name}", told[key], line["step"])
         writer.flush()
         if progress.round == progress.rounds:
             writer.close()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from qupel.report.measure import ACCURACY, Measure, main_measure, other_measures
 from qupel.report.runs import Run, place
 from qupel.report.tables import Result
 
@@ -75,15 +76,27 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 def all_charts(c: Comparison) -> dict[str, Chart]:
     """Every chart that these runs have numbers for, by its name."""
-    found = {"accuracy": accuracy(c), "clients": clients(c), "sizes": sizes(c), "weights": weights(c)}
-    told = {name: chart for name, chart in found.items() if chart}
+    found: dict[str, Chart | None] = {}
+    for k, m in enumerate(measures(c)):
+        of = f":{k}" if k else ""  # of another metric, which the page lets choose
+        found |= {f"accuracy{of}": accuracy(c, m), f"clients{of}": clients(c, m), f"sizes{of}": sizes(c, m)}
+    told = {name: chart for name, chart in (found | {"weights": weights(c)}).items() if chart}
     return told | {f"diagnostics-{k}": chart for k, chart in enumerate(diagnostics(c))}
 
 
-def accuracy(c: Comparison) -> Chart:
-    """Mean test accuracy of the deployed models over epochs; the band: lowest to highest seed."""
-    lines = _lines(c, lambda line: 100 * line["test"])
-    return {"kind": "lines", "x": "epoch", "y": "test accuracy, %", "unit": "%", "log": False, "lines": lines}
+def measures(c: Comparison) -> list[Measure]:
+    """What the clients are judged by, and every other metric that is told."""
+    results = [r for s in c.series for r in s.results]
+    return [main_measure(results), *other_measures(results)]
+
+
+def accuracy(c: Comparison, m: Measure = ACCURACY) -> Chart:
+    """Mean test score of the deployed models over epochs; the band: lowest to highest seed."""
+    return {"kind": "lines", "x": "epoch", "y": m.axis, "unit": _unit(m), "log": False, "lines": _lines(c, m.of)}
+
+
+def _unit(m: Measure) -> str:
+    return "%" if m.percent else ""
 
 
 def diagnostics(c: Comparison) -> list[Chart]:
@@ -131,38 +144,42 @@ def _lines(c: Comparison, value: Callable[[dict[str, Any]], float | None]) -> li
     return lines
 
 
-def clients(c: Comparison) -> Chart | None:
-    """Every client's last test accuracy, a row for each series and bit width; None where no run tells its clients, or
-    where they are too many to be drawn."""
+def clients(c: Comparison, m: Measure = ACCURACY) -> Chart | None:
+    """Every client's last test score, a row for each series and bit width, and one for clients that were kept out of
+    training; None where no run tells its clients, or where they are too many to be drawn."""
     rows: list[Chart] = []
     for k, s in enumerate(c.series):
-        points: dict[float, list[tuple[float, int, int]]] = {}  # bits -> (accuracy, client, seed)
+        points: dict[float, list[tuple[float, int, int]]] = {}  # bits -> (score, client, seed)
+        unseen: list[tuple[float, int, int]] = []
         for r in s.results:
-            told = r["lines"][-1].get("clients", {"test": [], "bits": []})
-            for i, (a, bits) in enumerate(zip(told["test"], told["bits"], strict=True)):
+            told = r["lines"][-1].get("clients", {"bits": []})
+            for i, (a, bits) in enumerate(zip(m.each(told), told["bits"], strict=False)):
                 if a is not None and math.isfinite(a):
-                    points.setdefault(bits, []).append((100 * a, i, r["seed"]))
-        for bits, found in sorted(points.items()):
+                    points.setdefault(bits, []).append((a, i, r["seed"]))
+            late = enumerate(m.each(r.get("unseen", {})))
+            unseen += [(a, i, r["seed"]) for i, a in late if a is not None and math.isfinite(a)]
+        named = [(_name(s, bits, points), found) for bits, found in sorted(points.items())]
+        for name, found in [*named, *([(f"{s.label}, unseen", unseen)] if unseen else [])]:
             values, who, seeds = zip(*found, strict=True)
             mean = float(np.mean(values))
-            row = {"series": k, "name": _name(s, bits, points), "mean": number(mean), "shown": f"{mean:.1f}"}
+            row = {"series": k, "name": name, "mean": number(mean), "shown": m.text(mean)}
             rows.append(row | {"values": _numbers(values), "clients": list(who), "seeds": list(seeds)})
     if max((max(row["clients"]) for row in rows), default=0) == 0:
         return None  # one client, or nothing told
     if sum(len(row["values"]) for row in rows) > MOST_DOTS:
         return None
-    return {"kind": "dots", "x": "test accuracy, %", "unit": "%", "rows": rows}
+    return {"kind": "dots", "x": m.axis, "unit": _unit(m), "name": m.name, "rows": rows}
 
 
-def sizes(c: Comparison) -> Chart:
-    """Last test accuracy against the bytes of a client's model: the mean over clients and seeds, with the std over
+def sizes(c: Comparison, m: Measure = ACCURACY) -> Chart:
+    """Last test score against the bytes of a client's model: the mean over clients and seeds, with the std over
     seeds. A few series have a point for each bit width, many one each; `group`: points that a line joins."""
     points: list[Chart] = []
     few = len(c.series) <= 8
     for k, s in enumerate(c.series):
-        groups: dict[float, list[tuple[float, float]]] = {}  # bits -> per seed (bytes, accuracy)
+        groups: dict[float, list[tuple[float, float]]] = {}  # bits -> per seed (bytes, score)
         for r in s.results:
-            for bits, size, mean in _by_width(r, few):
+            for bits, size, mean in _by_width(r, few, m):
                 groups.setdefault(bits, []).append((size, mean))
         for bits, per_seed in sorted(groups.items()):
             size, mean = np.array(per_seed).T
@@ -174,7 +191,8 @@ def sizes(c: Comparison) -> Chart:
                 "y": number(np.mean(mean)),
             }
             points.append(point | {"std": number(std), "group": k if few else s.family})
-    return {"kind": "scatter", "x": "bytes of a client's model", "y": "test accuracy, %", "unit": "%", "points": points}
+    about = {"kind": "scatter", "x": "bytes of a client's model", "y": m.axis, "unit": _unit(m), "name": m.name}
+    return about | {"points": points}
 
 
 def _name(s: Series, bits: float, widths: Collection[float]) -> str:
@@ -182,18 +200,20 @@ def _name(s: Series, bits: float, widths: Collection[float]) -> str:
     return f"{s.label}, {width(bits)}" if len(widths) > 1 else s.label
 
 
-def _by_width(result: Result, apart: bool) -> list[tuple[float, float, float]]:
-    """(bits, mean bytes, mean accuracy in percent) of the clients of each bit width; of all where they are not told, or
-    not wanted apart. Bytes of the files, of their floors where no models were saved."""
+def _by_width(result: Result, apart: bool, m: Measure) -> list[tuple[float, float, float]]:
+    """(bits, mean bytes, mean score) of the clients of each bit width; of all where they are not told, or not wanted
+    apart. Bytes of the files, of their floors where no models were saved."""
     line, files = result["lines"][-1], result.get("files", ())
     told = line.get("clients")
     if not told or not apart:
-        return [(line["bits"], float(np.mean(files)) if files else line["model_bytes"], 100 * line["test"])]
+        mean = m.of(line)
+        size = float(np.mean(files)) if files else line["model_bytes"]
+        return [] if mean is None else [(line["bits"], size, mean)]
     found: dict[float, list[tuple[float, float]]] = {}
     sizes = files if len(files) == len(told["test"]) else told["bytes"]
-    for a, bits, size in zip(told["test"], told["bits"], sizes, strict=True):
+    for a, bits, size in zip(m.each(told), told["bits"], sizes, strict=False):
         if a is not None:
-            found.setdefault(bits, []).append((size, 100 * a))
+            found.setdefault(bits, []).append((size, a))
     return [(bits, float(np.mean([s for s, _ in v])), float(np.mean([a for _, a in v]))) for bits, v in found.items()]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qupel.report.charts import LIGHT, Chart, Comparison, Series
+from qupel.report.measure import Measure, main_measure
 from qupel.report.tables import Result, Row, size
 from qupel.util.errors import UserError
 from qupel.util.terminal import plain
@@ -43,22 +44,23 @@ def split_picture(counts: np.ndarray, labels: Sequence[str], path: Path) -> None
 
 
 def comparison_picture(results: Sequence[Result], table: Sequence[Row], path: Path) -> None:
-    """Left: mean test accuracy of the deployed models over the rounds, the band is min to max over seeds. Right: where
-    each method ends, accuracy against the size of a model."""
+    """Left: mean test score of the deployed models over the rounds, the band is min to max over seeds. Right: where
+    each method ends, its score against the size of a model."""
     from matplotlib.figure import Figure
 
+    measure = main_measure(results)
     figure = Figure(figsize=(9.5, 3.8), layout="constrained", dpi=150)
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     for k, row in enumerate(table):
         color, style = LIGHT[k % len(LIGHT)], STYLES[k // len(LIGHT) % len(STYLES)]
-        curves = [_curve(r) for r in results if r["label"] == row.label]
+        curves = [_curve(r, measure) for r in results if r["label"] == row.label]
         rounds = sorted(set.intersection(*(set(c) for c in curves)))
         values = np.array([[c[r] for r in rounds] for c in curves])  # (seeds, rounds)
         left.plot(rounds, values.mean(0), style, color=color, label=_name(row.label), linewidth=1.8)
         left.fill_between(rounds, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
         right.errorbar(row.shipped_bytes, row.mean, yerr=row.std, fmt="o", color=color, capsize=3, markersize=7)
     left.legend(frameon=False, fontsize=8, loc="lower right")
-    left.set(xlabel="round", ylabel="test accuracy, %", title="deployed models while they learn")
+    left.set(xlabel="round", ylabel=_name(measure.axis), title="deployed models while they learn")
     right.set(xlabel="bytes of a client's model", title="where they end", xscale="log")
     sizes = sorted({row.shipped_bytes for row in table})
     right.set_xlim(sizes[0] / 2, sizes[-1] * 2)
@@ -69,8 +71,31 @@ def comparison_picture(results: Sequence[Result], table: Sequence[Row], path: Pa
     figure.savefig(path)
 
 
-def _curve(result: dict[str, Any]) -> dict[int, float]:
-    return {line["round"]: 100 * line["test"] for line in result["lines"]}
+def curves_picture(lines: Sequence[dict[str, Any]], scored: str) -> Figure:
+    """One run: the mean test score of the deployed models over the rounds, beside it the training losses."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained", dpi=110)
+    left, right = figure.subplots(1, 2)
+    by = 100 if "%" in scored else 1
+    told = {"test": "what ships", "float_test": "before quantization", "validation": "on validation data"}
+    losses = {"train_loss": "f(x)", "train_loss_quantized": "f(Q(x))"}
+    for axes, names, factor in ((left, told, by), (right, losses, 1)):
+        for k, (name, label) in enumerate(names.items()):
+            points = [(line["round"], factor * line[name]) for line in lines if name in line]
+            if points:
+                axes.plot(*zip(*points, strict=True), STYLES[k], marker=MARKS[k], label=label, color=LIGHT[k])
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8)
+        _plain(axes)
+    left.set(xlabel="round", ylabel=scored, title="test data, mean over the clients")
+    right.set(xlabel="round", ylabel="loss", title="training, mean over the clients")
+    return figure
+
+
+def _curve(result: dict[str, Any], measure: Measure) -> dict[int, float]:
+    told = ((line["round"], measure.of(line)) for line in result["lines"])
+    return {round: value for round, value in told if value is not None}
 
 
 def _apart(sizes: Sequence[float], ratio: float = 1.8) -> list[float]:
@@ -179,7 +204,7 @@ def _clients_picture(c: Comparison, chart: Chart) -> Figure:
         axes.plot([row["mean"]] * 2, [k - 0.38, k + 0.38], color="black", linewidth=1.5)
     axes.set_yticks(range(len(rows)), [_name(r["name"]) for r in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set(xlabel=chart["x"])
+    axes.set(xlabel=_name(chart["x"]))
     _plain(axes)
     return figure
 
@@ -197,7 +222,7 @@ def _sizes_picture(c: Comparison, chart: Chart) -> Figure:
         y, std = [p["y"] for p in mine], [p["std"] for p in mine]
         look = f"{MARKS[s.dash]}-"
         axes.errorbar(x, y, std, fmt=look, color=_color(s), label=_name(label), capsize=2.5, markersize=5, linewidth=1)
-    axes.set(xlabel=chart["x"], ylabel=chart["y"], xscale="log")
+    axes.set(xlabel=chart["x"], ylabel=_name(chart["y"]), xscale="log")
     if points:
         ends = [min(p["x"] for p in points) / 1.5, max(p["x"] for p in points) * 2]
         shown = _apart(sorted({p["x"] for p in points}), 1.2)

@@ -8,6 +8,7 @@ from html import escape
 from types import MappingProxyType
 
 from qupel.report import significance, tables
+from qupel.report.measure import Measure, main_measure, told_metrics
 from qupel.report.runs import Run
 from qupel.util.terminal import plain
 
@@ -15,6 +16,14 @@ GAIN = (
     "gain: {first} minus the method, in points, with its 95 % confidence interval; * p < 0.05, ** p < 0.01, "
     f"*** p < 0.001 ({significance.WORDS})."
 )
+OVER = "mean: over clients, ± std over seeds; weighted: by the clients' test samples; worst 10% and spread over clients"
+UNSEEN = "unseen: clients kept out of training, after adaptation"
+
+
+def gain_text(first: str, measure: Measure) -> str:
+    """How to read a gain."""
+    text = GAIN if measure.higher else GAIN.replace("{first} minus the method", "the method minus {first}")
+    return (text if measure.percent else text.replace(", in points,", ",")).format(first=first)
 
 
 @dataclass(frozen=True)
@@ -52,28 +61,36 @@ def forms(runs: Sequence[Run], own: Own = NOTHING) -> list[Form]:
 def _form(runs: Sequence[Run], alone: bool) -> Form:
     """The comparison of these runs; alone: nothing else is in the report, so that names need not be said."""
     results = [{**r, "label": run.name_of(r["label"], len(runs) == 1)} for run in runs for r in run.results]
-    rows = tables.rows(results)
+    rows, measure = tables.rows(results), main_measure(results)
     first, one = rows[0].label, runs[0].one_place
-    head, body = tables.training_table(rows) if one else tables.federation_table(rows)
-    legend = "Test accuracy in percent after the last round, mean ± std over seeds"
+    head, body = tables.training_table(rows, measure) if one else tables.federation_table(rows, measure=measure)
+    unit = " in percent" if measure.percent else "" if measure.higher else " (less is better)"
+    legend = f"Test {measure.name}{unit} after the last round, mean ± std over seeds"
     if not one:
         legend += "; worst 10%: mean of the worst tenth of the clients; spread: std over clients"
+        if "unseen" in head:
+            legend += f"; {UNSEEN}"
         if any(r.gain is not None for r in rows):
-            legend += f". {GAIN.format(first=first)}"
-    said = "" if one or len(rows) > 6 else tables.sentence(rows)
+            legend += f". {gain_text(first, measure)}"
+    said = "" if one or len(rows) > 6 else tables.sentence(rows, measure)
+    more = [tables.metrics_table(results, one)] if told_metrics(results) else []
+    over = "" if one else f"{OVER}."
     title = "After the last round" + ("" if alone else f": {', '.join(run.name for run in runs)}")
     notes = " ".join(dict.fromkeys(run.note for run in runs if run.note))
     said_in = [text for text in (title, legend, notes) if text]
     comments = "".join(f"% {plain(text, 5000)}\n" for text in said_in)
     title_md, legend_md, *notes_md = map(tables.markdown_text, said_in)
+    html = html_table(head, body) + "".join(f"<h3>Every metric</h3>{html_table(*m)}" for m in more)
+    after = "".join(f"\n{tables.markdown(*m)}" + (f"\n{tables.markdown_text(over)}\n" if over else "") for m in more)
     return Form(
         title=title,
         said=said,
-        html=html_table(head, body),
-        legend=legend,
-        markdown=f"{title_md}\n\n{tables.markdown(head, body)}\n{legend_md}\n" + "".join(f"\n{n}\n" for n in notes_md),
-        latex=comments + tables.latex(head, body),
-        csv=tables.as_csv(rows),
+        html=html,
+        legend=f"{legend.rstrip('.')}. {over}".strip() if more else legend,
+        markdown=f"{title_md}\n\n{tables.markdown(head, body)}\n{legend_md}\n{after}"
+        + "".join(f"\n{n}\n" for n in notes_md),
+        latex=comments + tables.latex(head, body) + "".join(f"\n% {over}\n{tables.latex(*m)}" for m in more),
+        csv=tables.as_csv(tables.told_rows(results)),
     )
 
 

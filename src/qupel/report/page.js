@@ -11,6 +11,7 @@
   const percent = (v) => v.toFixed(2) + " %";
   const plain = (v) => (v !== 0 && (Math.abs(v) < 1e-3 || Math.abs(v) >= 1e5) ? v.toExponential(2).replace(/\.?0+e/, "e") : String(+v.toPrecision(4)));
   const valueOf = (spec) => (spec.unit === "%" ? percent : plain);
+  const spread = (spec, v) => (spec.unit === "%" ? v.toFixed(2) : plain(v));
   const bytes = (v) => {
     for (const unit of ["B", "kB", "MB"]) {
       if (v < 999.5) return +v.toPrecision(3) + " " + unit;
@@ -231,7 +232,7 @@
           const step = Math.min(6, 28 / pile.length);
           const at = { x: x(r.values[i]), y: middle + (j - (pile.length - 1) / 2) * step };
           add(svg, "circle", { class: "dot faint", style: color(r.series), cx: at.x, cy: at.y, r: 2.6 });
-          stops.push({ ...at, title: r.name, rows: [[r.series, `client ${r.clients[i]}, seed ${r.seeds[i]}`, percent(r.values[i])]] });
+          stops.push({ ...at, title: r.name, rows: [[r.series, `client ${r.clients[i]}, seed ${r.seeds[i]}`, valueOf(spec)(r.values[i])]] });
         });
       add(svg, "line", { class: "mean", x1: x(r.mean), x2: x(r.mean), y1: middle - 15, y2: middle + 15 });
       add(svg, "text", { class: "own", x: box.right + 8, y: middle + 4 }, r.shown);
@@ -279,7 +280,7 @@
     }
     const stops = points.map((p) => ({
       x: p.px, y: y(p.y), title: p.name,
-      rows: [[p.series, "accuracy", percent(p.y) + (p.std ? ` ± ${p.std.toFixed(2)}` : "")], [null, "model", bytes(p.x)]],
+      rows: [[p.series, spec.name, valueOf(spec)(p.y) + (p.std ? ` ± ${spread(spec, p.std)}` : "")], [null, "model", bytes(p.x)]],
     })).sort((a, b) => a.x - b.x);
     values(host, svg, box, stops, (s, px, py) => Math.hypot(s.x - px, s.y - py), false);
   }
@@ -363,12 +364,12 @@
       return [[spec.x, ...spec.lines.map((l) => label(l.series))], rows];
     }
     if (spec.kind === "dots") {
-      const each = (r) => r.values.map((v, i) => [r.name, String(r.clients[i]), String(r.seeds[i]), percent(v)]);
-      return [["method", "client", "seed", "accuracy"], spec.rows.flatMap(each)];
+      const each = (r) => r.values.map((v, i) => [r.name, String(r.clients[i]), String(r.seeds[i]), f(v)]);
+      return [["method", "client", "seed", spec.name], spec.rows.flatMap(each)];
     }
     if (spec.kind === "scatter") {
-      const rows = spec.points.map((p) => [p.name, bytes(p.x), cell(p.y), isNumber(p.std) ? p.std.toFixed(2) : ""]);
-      return [["method", "model", "accuracy", "std"], rows];
+      const rows = spec.points.map((p) => [p.name, bytes(p.x), cell(p.y), isNumber(p.std) ? spread(spec, p.std) : ""]);
+      return [["method", "model", spec.name, "std"], rows];
     }
     const rows = spec.panels.flatMap((p) => p.epochs.map((e, k) => [...pickers.map((g) => g(p)), plain(e), p.centers[k].map(plain).join("  ")]));
     return [["method", "client", "layer", "epoch", "centers"], rows];
@@ -389,9 +390,13 @@
 
   // --- the page ---
 
-  const draws = { lines: drawLines, dots: drawDots, scatter: drawScatter, weights: drawWeights };
-  const hosts = [...document.querySelectorAll(".chart")].map((host) => [host, page.charts[host.dataset.chart]]);
-  const draw = () => hosts.forEach(([host, spec]) => draws[spec.kind](host, spec, "small" in host.dataset));
+  const draws = { nothing: (host) => host.replaceChildren(), lines: drawLines, dots: drawDots, scatter: drawScatter, weights: drawWeights };
+  const hosts = [...document.querySelectorAll(".chart")];
+  const measure = document.getElementById("measure"); // charts of another metric are called "accuracy:2"
+  const measured = new Set(["accuracy", "clients", "sizes"]);
+  const specOf = ({ dataset: { chart } }) =>
+    measure && measure.value && measured.has(chart) ? page.charts[`${chart}:${measure.value}`] || { kind: "nothing" } : page.charts[chart];
+  const draw = () => hosts.forEach((host) => draws[specOf(host).kind](host, specOf(host), "small" in host.dataset));
 
   document.querySelectorAll(".switches button").forEach((button) =>
     button.addEventListener("click", () => {
@@ -405,12 +410,21 @@
       const host = button.closest("figure").querySelector(".chart");
       host.zoomed = !host.zoomed;
       button.setAttribute("aria-pressed", String(host.zoomed));
-      drawLines(host, page.charts[host.dataset.chart]);
+      drawLines(host, specOf(host));
     }));
-  hosts.forEach(([host, spec]) => {
+  if (measure)
+    measure.addEventListener("change", () => {
+      document.querySelectorAll("figure details").forEach((d) => {
+        d.querySelector(".scroll")?.remove();
+        d.open = false;
+      });
+      draw();
+    });
+  hosts.forEach((host) => {
+    const spec = specOf(host);
     const figure = host.closest("figure");
     const details = figure.querySelector("details");
-    if (details) details.addEventListener("toggle", () => fill(details, spec));
+    if (details) details.addEventListener("toggle", () => details.open && specOf(host).kind !== "nothing" && fill(details, specOf(host)));
     if (spec.kind !== "weights") return;
     const choose = host.previousElementSibling;
     offer(choose, spec, -1);

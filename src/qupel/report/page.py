@@ -11,6 +11,7 @@ from typing import Any
 from qupel.report import charts
 from qupel.report.charts import Chart, Comparison
 from qupel.report.forms import Form, html_table
+from qupel.report.measure import Measure
 from qupel.report.runs import Run
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -32,7 +33,7 @@ def page(
         *(f'<p class="note">{escape(text)}</p>' for text in _unfinished(runs)),
         _tables(tables, notes(runs)),
         switches(c),
-        *_figures(told, notes(runs), not all(run.one_place for run in runs)),
+        *_figures(told, notes(runs), not all(run.one_place for run in runs), charts.measures(c)),
         "<section><h2>Settings</h2>" + "".join(settings(run) for run in runs) + "</section>",
         f'<p class="soft">Beside this page, for a paper: {links}.</p>',
     ]
@@ -116,6 +117,9 @@ def switches(c: Comparison) -> str:
             )
         if len(buttons) > 1:
             rows.append(f'<div role="group" aria-label="show or hide">{"".join(buttons)}</div>')
+    if len(measures := charts.measures(c)) > 1:
+        options = "".join(f'<option value="{k or ""}">{escape(m.name)}</option>' for k, m in enumerate(measures))
+        rows.append(f'<div><label>metric <select id="measure">{options}</select></label></div>')
     return f'<nav class="switches">{"".join(rows)}</nav>' if rows else ""
 
 
@@ -124,12 +128,13 @@ def switches(c: Comparison) -> str:
 PICK = ("method", "client", "layer")
 
 
-def _figures(told: dict[str, Chart], note: str, federated: bool) -> list[str]:
+def _figures(told: dict[str, Chart], note: str, federated: bool, measures: Sequence[Measure]) -> list[str]:
+    score = "accuracy" if [m.name for m in measures] == ["accuracy"] else "score"
     found = [
         _figure(
             "accuracy",
-            "Accuracy while they learn",
-            "Mean test accuracy of the models that would be shipped at that moment. The band goes from the lowest to "
+            f"{score.capitalize()} while they learn",
+            f"Mean test {score} of the models that would be shipped at that moment. The band goes from the lowest to "
             "the highest seed. A model that is quantized along the way may dip where it is.",
             note,
             '<button type="button" class="zoom" aria-pressed="false">zoom to the end</button>',
@@ -137,14 +142,14 @@ def _figures(told: dict[str, Chart], note: str, federated: bool) -> list[str]:
     ]
     if "clients" in told:
         lead = (
-            "Test accuracy of the clients' own models at the end: a dot for each client and seed, a bar for the mean."
+            f"Test {score} of the clients' own models at the end: a dot for each client and seed, a bar for the mean."
         )
         found.append(_figure("clients", "Every client, by bit width", lead, note))
     elif federated:
         why = "there are too many of them, or the runs keep no list."
         found.append(f'<section><h2>Every client</h2><p class="soft">Not shown: {why}</p></section>')
-    lead = "Mean accuracy after the last round (bar: std over seeds) against the mean bytes of a client's model."
-    found.append(_figure("sizes", "Accuracy against size", lead, note))
+    lead = f"Mean {score} after the last round (bar: std over seeds) against the mean bytes of a client's model."
+    found.append(_figure("sizes", f"{score.capitalize()} against size", lead, note))
     if "weights" in told:
         lead = (
             "Above, each center's way to where it ends, time running down; short ways are magnified, values on hover "

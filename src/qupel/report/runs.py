@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from qupel.engine import scores
-from qupel.report.tables import Result, labelled
+from qupel.report.measure import main_measure
+from qupel.report.tables import Result
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
 
@@ -51,9 +52,10 @@ class Run:
         return label if alone else f"{label} ({self.name})"
 
     def comparable(self, other: Run) -> bool:
-        """The same data, split the same way: clients of equal seeds can be compared one by one."""
+        """The same data, split and judged the same way: clients of equal seeds can be compared one by one."""
         mine, others = ({**r.config["data"], "folder": None} for r in (self, other))
-        return bool(mine == others and self.config["split"] == other.config["split"])
+        judged = [main_measure(r.results) for r in (self, other)]
+        return bool(mine == others and self.config["split"] == other.config["split"] and judged[0] == judged[1])
 
 
 def load_runs(folders: Sequence[Path]) -> list[Run]:
@@ -74,8 +76,8 @@ def load_run(folder: Path, name: str) -> Run:
     results = sorted((r for r in results if r["label"] in order), key=lambda r: (order[r["label"]], r["seed"]))
     if not results:
         raise UserError(f"{folder} has no finished cell yet (cells/*/result.json)")
-    if not labelled(results):
-        raise UserError(f"{folder}: a report shows accuracies, and its data has no class labels; see metrics.jsonl")
+    if any("test" not in r["lines"][-1] for r in results):
+        raise UserError(f"{folder}: a report shows scores on test data, and there is none; see metrics.jsonl")
     about = read_json(folder / "reproduce.json") if (folder / "reproduce.json").exists() else {}
     cells = len(config["methods"]) * len(config["seeds"])
     told = {key: about[key] for key in ("table", "scale") if key in about}

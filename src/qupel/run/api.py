@@ -3,120 +3,61 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from qupel.core.codebook import FULL_PRECISION, Codebook, Plan, plan_bits
-from qupel.core.layout import Layout
-from qupel.data import partition, sources
-from qupel.data.batches import Transform, chunks, generator
+from qupel.core.codebook import FULL_PRECISION, Plan
+from qupel.data import partition
+from qupel.data.batches import Transform
+from qupel.data.clients import Client, is_client, people, pool
 from qupel.deploy import file
-from qupel.deploy.about import About
-from qupel.deploy.formats import Format, suffix, write
-from qupel.deploy.pack import bits_for
-from qupel.deploy.packed import Rest, known_as
-from qupel.engine.checkpoint import Checkpoints
-from qupel.engine.choice import Choice, Vectorize, settled
+from qupel.deploy.budget import parse_size
+from qupel.engine.choice import Vectorize, settled
 from qupel.engine.door import check_trainable
-from qupel.engine.fingerprint import of_job
-from qupel.engine.identity import check_identity
 from qupel.engine.inline import Inline
-from qupel.engine.job import Job
-from qupel.engine.rounds import Engine, Finished, Progress, run
+from qupel.engine.job import Job, standardized
+from qupel.engine.rounds import Engine, Progress, run
 from qupel.engine.workers import Pool, Workers
 from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods import methods
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.servers import Server
-from qupel.run.config import Config, MethodConfig, SplitConfig
-from qupel.run.folder import own_folder, result_file, result_of, write_result
-from qupel.run.jobs import Cell, is_dense
+from qupel.run.adapt import Origin, find_origin, plans_for, read_origin
+from qupel.run.fit import Fit, adapted_fit, collect, described, leave, open_out
+from qupel.run.folder import own_folder, result_of
+from qupel.run.jobs import Cell, is_dense, loss_for, usual_loss
 from qupel.run.recipes import Length, Settings, compose, find, recipes
-from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge
 from qupel.tasks.losses import losses
-from qupel.tasks.metrics import Metric
-from qupel.tasks.metrics import metrics as known_metrics
+from qupel.tasks.metrics import Metric, chosen
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
-from qupel.util.files import read_json, write_sealed
-from qupel.util.terminal import plain
+from qupel.util.machine import available_cpus, check_device
+from qupel.util.terminal import Watcher
 
-Array = np.ndarray | Tensor
 Bits = int | dict[str, int]
 DEFAULT_BITS = 2
-
-
-@dataclass(frozen=True)
-class Client:
-    """One client's data. Inputs: float, or uint8 images (n, C, H, W); targets: int labels, or float."""
-
-    train_inputs: Array
-    train_targets: Array
-    test_inputs: Array | None = None
-    test_targets: Array | None = None
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """What a federation ends with: a model and a codebook per client, the global model, and the metrics by round.
-
-    BatchNorm's statistics are measured on each client's training data, the global model's on all clients'.
-    """
-
-    models: list[nn.Module]
-    codebooks: list[Codebook]
-    global_model: nn.Module
-    metrics: list[dict[str, Any]]
-    names: list[str]
-    engine: Choice  # whether clients were trained in stacks, and why
-    about: About  # what every client's file says
-
-    @property
-    def test(self) -> list[float]:
-        """Each client's test score at the end: accuracy for labels, else the loss."""
-        return list(self.metrics[-1]["clients"]["test"])
-
-    @property
-    def quantized(self) -> list[dict[str, int]]:
-        """Each client's quantized layers and their bits; everything else is full precision."""
-        return [{slot.name: bits_for(len(c)) for slot, c in codebook} for codebook in self.codebooks]
-
-    def save(self, folder: str | Path, to: Format = "packed", rest: Rest = "fp32") -> list[Path]:
-        """Write every client's model and return the files.
-
-        to    "packed": read by `load`; the command line runs it if the network is one of `qupel models`.
-              "onnx": any network, runs without its code; "coreml": on Apple's devices
-        rest  "fp16": what is not quantized in half precision
-        """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        scores = self.metrics[-1].get("clients", {}).get("test") or [None] * len(self.models)
-        paths = []
-        for i, (model, codebook) in enumerate(zip(self.models, self.codebooks, strict=True)):
-            path = folder / f"client-{i:03d}{suffix(to)}"
-            told = {} if scores[i] is None or not self.about.classes else {"test": round(scores[i], 6)}
-            about = replace(self.about, client=plain(self.names[i]), extra={**self.about.extra, **told})
-            write(path, model, codebook, about, to, rest)
-            paths.append(path)
-        return paths
 
 
 def load(path: str | os.PathLike[str], module: nn.Module | None = None) -> nn.Module:
     """The model in a packed file, ready for inference, bit for bit as it was saved.
 
     module: a network of your own, which is filled; without it the file must name one of `qupel models`.
+
+    >>> import numpy as np, qupel, tempfile
+    >>> from torch import nn
+    >>> x, y = np.random.default_rng(0).random((8, 4), np.float32), np.arange(8) % 2
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> file, = qupel.fit(net, [(x, y)], rounds=5).save(tempfile.mkdtemp())
+    >>> len(qupel.load(file, net)[2].weight.unique())  # 2 bits
+    4
     """
     packed = file.load(path)
     if module is None:
@@ -127,65 +68,99 @@ def load(path: str | os.PathLike[str], module: nn.Module | None = None) -> nn.Mo
 
 def fit(
     model: nn.Module,
-    clients: Sequence[Client | Sequence[Array]],
+    clients: Sequence[Client | Sequence[Any]] | Mapping[str, Any],
     *,
-    method: str | Sequence[Phase] = "qupel",
-    quantizer: str | Quantizer | None = None,
-    server: str | Server | None = None,
+    # what a client ships
     bits: Bits | Sequence[Bits] | None = None,
+    budget: str | Sequence[str] | None = None,
+    layers: Sequence[str] | None = None,
+    levels: Literal["layer", "channel"] = "layer",
+    # how it is learned
+    method: str | Sequence[Phase] = "qupel",
     rounds: int = 30,
     local_steps: int = 10,
     batch: int = 20,
     loss: Loss | str | None = None,
-    metrics: Sequence[str] | Mapping[str, Metric] = (),
+    standardize: Literal["off", "client", "shared"] = "off",
     settings: Settings | None = None,
-    layers: Sequence[str] | None = None,
-    levels: Literal["layer", "channel"] = "layer",
-    seed: int = 0,
+    quantizer: str | Quantizer | None = None,
+    server: str | Server | None = None,
     sample: float = 1.0,
     weighted: bool = False,
+    seed: int = 0,
+    # how it is judged
+    metrics: Sequence[str] | Mapping[str, Metric] = (),
+    judge_by: str | None = None,
+    unseen: float | Sequence[Client | Sequence[Any]] | Mapping[str, Any] = 0,
     evaluate_every: int = 10,
     evaluate_sample: float = 1.0,
     diagnostics: Literal["off", "cheap", "full"] = "off",
+    # where and how it runs
+    engine: Literal["inline", "workers"] | None = None,
+    workers: int | None = None,
+    store: Literal["memory", "disk"] = "memory",
+    device: str = "cpu",
     vectorize: Vectorize = "auto",
-    workers: int = 1,
     out: str | Path | None = None,
+    quiet: bool = False,
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Fit:
     """Train a personal model for every client and return them all.
 
-    model:    any module with Linear or Conv layers; its weights are where every client starts. It is not changed.
+    model:    any module that gives one tensor; its weights are where every client starts. It is not changed.
               Frozen parameters (requires_grad=False) stay as they are, at full precision.
-    clients:  `Client`s, or tuples (train inputs, train targets[, test inputs, test targets]).
-    method:   a recipe or a method (`qupel methods`), "module:Name" of your own, or phases.
-    quantizer, server: of a method; by default its own quantizer, and the mean. A name that is both a recipe's and a
-              method's is the recipe's, unless one of these is given.
+    clients:  `Client`s, or tuples (train inputs, train targets[, test inputs, test targets]); a dict has their names.
+
     bits:     for all clients or one entry each: 1 to 8, 32 for full precision, or a table layer -> bits. By default
               the method's own: 32 for FedAvg with and without tuning, 2 for all others.
-    layers:   which layers get the bits: by default every Linear and Conv weight but the first and the last.
-              `Fit.quantized` tells; fewer bits than 32 for no layer at all are refused.
+    budget:   in place of bits, the bytes a client's file may have, "24 KiB", for all or one entry each.
+    layers:   which layers get the bits: by default all of docs/layers.md but the first and the last weight.
+              `Fit.quantized` and `Fit.left` tell; fewer bits than 32 for no layer at all are refused.
     levels:   one set of levels a layer, or scaled by each output "channel".
-    loss:     a name, or (outputs, targets) -> mean loss; by default cross entropy for int targets, mean squared error
-              for float ones.
-    metrics:  names, or name -> (outputs, targets) -> number, beside loss and accuracy.
+
+    method:   a recipe or a method (`qupel methods`), "module:Name" of your own, or phases.
+    loss:     a name, or (outputs, targets) -> mean loss; where samples have weights, (outputs, targets, weights); by
+              default cross entropy for int targets, mean squared error for float ones.
+    standardize: float inputs by mean and deviation of the client's own training data, or of all clients' ("shared").
+    quantizer, server: of a method; by default its own quantizer, and the mean. A name that is both a recipe's and a
+              method's is the recipe's, unless one of these is given.
+
+    metrics:  names, or name -> (outputs, targets) -> number or a torchmetrics object, beside loss and accuracy.
+    judge_by: what a client's score is: one of the metrics, "accuracy" or "loss"; by default accuracy for int targets.
+    unseen:   clients that take no part in training and are adapted at its end (`Fit.unseen`): a share of `clients`, how
+              many of them, or others.
     evaluate_sample: share of the clients that are judged on the way; at the end of a phase all are.
     diagnostics: measure what the theorems speak of at every evaluation (docs/theory.md).
+
+    engine:   "inline", this process, or "workers", several: as many as `workers` says, else one a core; model and loss
+              must then be importable (not defined in a notebook). By default by the number of workers.
+    store:    clients' states in "memory", or on "disk".
+    device:   "cpu", "cuda", "cuda:N"; on a GPU all clients are trained in this process.
     vectorize: clients trained in stacks: "on", "off", or "auto", where a quick look says that it pays.
-    workers:  more than 1: that many processes; model and loss must then be importable (not defined in a notebook).
     out:      a folder for checkpoints, metrics and a summary: a fit that is killed goes on from there when called again
               with the same model, loss, data and settings; called with any other it is refused.
+    quiet:    no progress bar; there is one in terminals and notebooks only.
+
+    >>> import numpy as np, qupel
+    >>> from torch import nn
+    >>> x, y = np.random.default_rng(0).random((8, 4), np.float32), np.arange(8) % 2
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> done = qupel.fit(net, [(x, y, x, y)] * 2, bits=2, rounds=5)
+    >>> len(done.models), done.quantized[0]
+    (2, {'2.weight': 2})
     """
-    people = [c if isinstance(c, Client) else _client(c, i) for i, c in enumerate(clients)]
-    if not people:
-        raise UserError("clients: at least one is needed")
-    data, parts = _pool(people)
-    default = nn.functional.mse_loss if data.train.targets.is_floating_point() else nn.functional.cross_entropy
+    if bits is not None and budget is not None:
+        raise UserError("give either bits or budget")
+    everyone = people(clients)
+    seen, later = _apart(everyone, unseen, seed)
+    data = pool([everyone[i] for i in seen])
+    parts = partition.by_owner(data)
     job = Job(
         module=copy.deepcopy(model),
-        loss=losses[loss] if isinstance(loss, str) else loss or default,
+        loss=loss_for(data, losses[loss] if isinstance(loss, str) else loss),
         data=data,
         parts=parts,
-        plans=[Plan()] * len(people),
+        plans=[Plan()] * len(parts),
         phases=[],
         seed=seed,
         local_steps=local_steps,
@@ -195,57 +170,145 @@ def fit(
         evaluate_every=evaluate_every,
         evaluate_sample=evaluate_sample,
         transform=Transform.of(data),
-        names=[p.name or f"client {i}" for i, p in enumerate(people)],
+        names=data.owners,
         diagnostics=None if diagnostics == "off" else Diagnostics(diagnostics),
-        metrics=metrics if isinstance(metrics, Mapping) else {name: known_metrics[name] for name in metrics},
+        metrics=chosen(metrics, judge_by),
+        judge_by=judge_by or "",
     )
+    job = standardized(job, standardize)
     job = job.with_phases(_phases(method, quantizer, server, settings or Settings(), rounds, job))
-    asked = _own_bits(method, job.phases) if bits is None else bits
-    job = replace(job, plans=_plans(model, asked, layers, len(people), levels == "channel"))
-    if bits is not None and any(job.plans) and is_dense(job.phases[-1]):
-        last = methods.name_of(job.phases[-1].method)
-        raise UserError(f"bits: the last phase, {last}, ships full precision; leave bits out, or change the method")
+    each = _each("bits", _own_bits(method, job.phases) if bits is None else bits, len(everyone))
+    sizes = _sizes(budget, len(everyone))
+    plans = plans_for(model, each, sizes, layers, levels == "channel")
+    job = replace(job, plans=[plans[i] for i in seen])
+    if (bits is not None or budget is not None) and any(plans) and is_dense(job.phases[-1]):
+        last, given = methods.name_of(job.phases[-1].method), "bits" if budget is None else "budget"
+        why = f"the last phase, {last}, ships full precision"
+        raise UserError(f"{given}: {why}; leave {given} out, or change the method")
     check_trainable(job)
-    checkpoints = None
     label = method if isinstance(method, str) else "own phases"
+    cell = Cell(label, seed)
     with ExitStack() as stack:
-        cell, folder = Cell(label, seed), None
+        folder, checkpoints = None, None
         if out is not None:
             stack.enter_context(own_folder(Path(out)))
-            _open(Path(out), job, label)
-            folder = result_file(Path(out), cell).parent
-            folder.mkdir(parents=True, exist_ok=True)
-            checkpoints = Checkpoints(folder, of_job(job))
-        job, choice = settled(job, vectorize, folder)
-        crew = stack.enter_context(Pool(workers)) if workers > 1 else None
-        engine: Engine = Workers(crew, job) if crew else stack.enter_context(Inline(job))
-        finished = run(job, engine, checkpoints=checkpoints, watch=watch)
-        found = _collect(job, engine, finished, choice, label)
-        if out is not None and checkpoints is not None:
-            _leave(Path(out), job, cell, checkpoints, finished, found)
-        return found
+            folder, checkpoints = open_out(Path(out), job, cell)
+        place, processes = _place(engine, workers, device)
+        job, choice = settled(job.to(place), vectorize, folder)
+        crew = stack.enter_context(Pool(processes)) if processes > 1 else None
+        shards: Engine = (
+            Workers(crew, job, store, folder) if crew else stack.enter_context(Inline(job, 1, store, folder))
+        )
+        bar = stack.enter_context(Watcher(job.rounds, lines=False, live=not quiet))
+        finished = run(job, shards, checkpoints=checkpoints, watch=bar.both(cell, watch))
+        names: dict[str, Any] = {"layers": layers and tuple(layers), "channels": levels == "channel"}
+        names |= {
+            "loss": (usual_loss(data) if loss is None else loss) if not callable(loss) else "",
+            "standardize": standardize,
+        }
+        found = collect(job, shards, finished, choice, Origin.of(job, finished.w, label, **names))
+        found = replace(found, budgets=[sizes[i] for i in seen] if sizes else ())
+        key = checkpoints.fingerprint if checkpoints else ""
+        result = result_of(job, cell, key, asdict(choice), finished, place, None)
+        if later:
+            new = _later(found.origin, everyone, later, plans, sizes)
+            found, result["unseen"] = replace(found, unseen=new), new.run["unseen"]
+        found = replace(found, run={"config": described(job, label), "result": result})
+        return found if out is None else leave(Path(out), cell, found)
 
 
-def _client(arrays: Sequence[Array], i: int) -> Client:
-    if len(arrays) not in {2, 4}:
-        raise UserError(f"client {i}: {len(arrays)} arrays; allowed are train inputs, targets[, test inputs, targets]")
-    return Client(arrays[0], arrays[1], *arrays[2:])  # type: ignore[arg-type]
+def adapt(
+    run: Fit | str | os.PathLike[str],
+    clients: Client | Sequence[Any],
+    *,
+    bits: Bits | Sequence[Bits] | None = None,
+    budget: str | Sequence[str] | None = None,
+    cell: str | None = None,
+    model: nn.Module | None = None,
+    loss: Loss | str | None = None,
+    quiet: bool = False,
+    watch: Callable[[Progress], None] = lambda _: None,
+) -> Fit:
+    """Small personal models for clients that were not there, from the global model, with no further federation.
+
+    run:      a `Fit`, the folder of a finished run, or its file w.safetensors alone, which holds all that is needed.
+    clients:  one, or several, as `fit` takes them; each adapts for itself.
+    bits, budget: as in `fit`; by default 2 bits, or full precision where no phase quantizes.
+    cell:     which of a run's cells, by its name or its method's label, where there are several.
+    model, loss: of a folder whose network or loss is one of your own, from Python.
+
+    The local steps are those of the run's personal phases, w staying as it is; a run that ends with a shared model
+    ships that, in these bits.
+
+    >>> import numpy as np, qupel
+    >>> from torch import nn
+    >>> x, y = np.random.default_rng(0).random((8, 4), np.float32), np.arange(8) % 2
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> done = qupel.fit(net, [(x, y, x, y)] * 2, bits=[2, 3], rounds=5)
+    >>> new = qupel.adapt(done, (x, y, x, y), bits=1)
+    >>> new.quantized
+    [{'2.weight': 1}]
+    """
+    if bits is not None and budget is not None:
+        raise UserError("give either bits or budget")
+    origin = run.origin if isinstance(run, Fit) else read_origin(find_origin(Path(run), cell), model, loss)
+    given: Any = clients
+    who = people([given] if is_client(given) else given)
+    usual = FULL_PRECISION if all(map(is_dense, origin.job.phases)) else DEFAULT_BITS
+    each, sizes = _each("bits", usual if bits is None else bits, len(who)), _sizes(budget, len(who))
+    plans = plans_for(origin.filled(), each, sizes, origin.layers, origin.channels)
+    with Watcher(0, lines=False, live=not quiet) as bar:
+        told = bar.both(Cell(origin.label, origin.job.seed), watch)
+        return adapted_fit(origin, pool(who), plans, sizes, strict=True, watch=told)
+
+
+def _apart(everyone: Sequence[Client], unseen: Any, seed: int) -> tuple[list[int], list[Any]]:
+    """(those that train, those that join later): numbers of clients, or the clients that were given beside them."""
+    if not isinstance(unseen, int | float):
+        return list(range(len(everyone))), people(unseen, "unseen") if len(unseen) else []
+    if not unseen:
+        return list(range(len(everyone))), []
+    seen, later = partition.leave_out(range(len(everyone)), unseen, seed)
+    return seen, list(later)
+
+
+def _later(
+    origin: Origin, everyone: Sequence[Client], later: Sequence[Any], plans: Sequence[Plan], sizes: list[int] | None
+) -> Fit:
+    """Adapts those of `_apart`: one of the clients has its own bits, others have those of the clients in turn."""
+    at = [i if isinstance(i, int) else k % len(plans) for k, i in enumerate(later)]
+    who = [everyone[i] if isinstance(i, int) else i for i in later]
+    limits = [sizes[i] for i in at] if sizes else None
+    return adapted_fit(origin, pool(who), [plans[i] for i in at], limits, strict=False)
+
+
+def _place(engine: str | None, workers: int | None, device: str) -> tuple[torch.device, int]:
+    """(device, number of processes)."""
+    place = check_device(device)
+    if engine not in {None, "inline", "workers"}:
+        raise UserError(f'engine {engine!r}: allowed are "inline" and "workers"; ranks run configs (`qupel run`)')
+    if engine == "inline" and (workers or 1) > 1:
+        raise UserError(f'engine "inline" is this process; {workers} workers are engine = "workers"')
+    processes = workers or (available_cpus() if engine == "workers" else 1)
+    return place, processes if place.type == "cpu" else 1
+
+
+def _each(what: str, values: Any, clients: int) -> list[Any]:
+    """One entry a client."""
+    each = list(values) if isinstance(values, Sequence) and not isinstance(values, str) else [values] * clients
+    if len(each) != clients:
+        raise UserError(f"{what}: {len(each)} entries for {clients} clients")
+    return each
+
+
+def _sizes(budget: str | Sequence[str] | None, clients: int) -> list[int] | None:
+    return None if budget is None else [parse_size(text) for text in _each("budget", budget, clients)]
 
 
 def _own_bits(method: str | Sequence[Phase], phases: Sequence[Phase]) -> int:
     """Where none are given: those of the recipe, else full precision where no phase quantizes."""
     known = find(method).bits if isinstance(method, str) and method in recipes else None
     return known or (FULL_PRECISION if all(map(is_dense, phases)) else DEFAULT_BITS)
-
-
-def _plans(
-    model: nn.Module, bits: Bits | Sequence[Bits], layers: Sequence[str] | None, clients: int, channels: bool
-) -> list[Plan]:
-    each = list(bits) if isinstance(bits, Sequence) else [bits] * clients
-    if len(each) != clients:
-        raise UserError(f"bits: {len(each)} entries for {clients} clients")
-    layout = Layout.of(model)
-    return [plan_bits(layout, b, layers, channels) for b in each]
 
 
 def _phases(
@@ -273,93 +336,3 @@ def _phases(
     recipe = find(method)
     given = settings.model_dump(exclude_unset=True)
     return recipe.phases(Settings(**{**recipe.defaults, **given}), length)
-
-
-def _pool(people: Sequence[Client]) -> tuple[sources.Dataset, list[partition.Part]]:
-    """All clients' samples as one data set, and the rows that are each client's."""
-
-    def rows(counts: Sequence[int]) -> list[np.ndarray]:
-        ends = np.cumsum([0, *counts])
-        return [np.arange(a, b) for a, b in pairwise(ends)]
-
-    tested = [p for p in people if p.test_inputs is not None and p.test_targets is not None]
-    train = [np.concatenate([np.asarray(a) for a in arrays]) for arrays in _columns(people, "train")]
-    test = [np.concatenate([np.asarray(a) for a in arrays]) for arrays in _columns(tested, "test")] if tested else None
-    data = sources.from_arrays(*train, *(test or [a[:1] for a in train]))
-    test_rows = rows([len(p.test_inputs) if p.test_inputs is not None else 0 for p in people])
-    train_rows = rows([len(p.train_inputs) for p in people])
-    return data, [partition.Part(a, b) for a, b in zip(train_rows, test_rows, strict=True)]
-
-
-def _columns(people: Sequence[Client], split: str) -> list[list[Array]]:
-    for i, p in enumerate(people):
-        inputs, targets = getattr(p, f"{split}_inputs"), getattr(p, f"{split}_targets")
-        if len(inputs) != len(targets):
-            who = p.name or f"client {i}"
-            raise UserError(f"{who}: {len(inputs)} {split} inputs but {len(targets)} {split} targets")
-    return [[getattr(p, f"{split}_{kind}") for p in people] for kind in ("inputs", "targets")]
-
-
-def _open(out: Path, job: Job, label: str) -> None:
-    """The run directory of a fit: what `qupel run` writes first. A fit of other settings is refused."""
-    split = SplitConfig(kind="one" if len(job.parts) == 1 else "groups", clients=len(job.parts))
-    names = ("local_steps", "batch", "sample", "weighted", "evaluate_every", "evaluate_sample", "upload_bound")
-    same: dict[str, Any] = {name: getattr(job, name) for name in names}
-    own = {label: MethodConfig(phases=tuple(job.phases))}
-    config = Config(seeds=(job.seed,), split=split, rounds=job.rounds, methods=own, **same)
-    described = json.loads(config.model_dump_json()) | {"fingerprint": of_job(job)}
-    described["data"]["name"], described["model"]["name"] = job.data.name, ""
-    known = out / "config.json"
-    if not known.exists():
-        write_sealed(known, described)
-    check_identity(out, job.data.name, sources.identity(job.data), other_versions=True)
-    if read_json(known).get("fingerprint") != described["fingerprint"]:
-        raise UserError(f"{out} was made by a run with other settings; give another out, or the same settings")
-
-
-def _leave(out: Path, job: Job, cell: Cell, checkpoints: Checkpoints, finished: Finished, found: Fit) -> None:
-    """What `qupel run` leaves: the cell's models and result, and the summary."""
-    from qupel.report.runs import read_result
-    from qupel.report.summary import write_summary  # with scipy, which takes its time to load
-
-    done = result_file(out, cell)
-    files = [path.stat().st_size for path in found.save(done.parent / "models")]
-    device = next(job.module.parameters()).device
-    write_result(done, result_of(job, cell, checkpoints, finished, device, files))
-    if job.data.classes is not None:
-        write_summary([read_result(done)], out, one=len(job.parts) == 1)
-
-
-def _collect(job: Job, engine: Engine, finished: Finished, choice: Choice, label: str) -> Fit:
-    judge, models, codebooks = Judge(job.module, job.loss), [], []
-    for client in range(len(job.parts)):
-        deployed = engine.deployed(job.rounds - 1, finished.w, client)
-        models.append(copy.deepcopy(judge.load(deployed.x, job.calibration(client))))
-        codebooks.append(deployed.codebook)
-    whole = copy.deepcopy(judge.load(finished.w[0], _everybody(job)))
-    about = _about(job, whole, label)
-    return Fit(models, codebooks, whole, finished.lines, list(job.names), choice, about)
-
-
-def _everybody(job: Job) -> Iterator[tuple[Tensor, Tensor]]:
-    """Training data of all clients together for the global model's BatchNorm, drawn from its own address."""
-    rows = np.concatenate([p.train_rows for p in job.parts])
-    some = generator(job.seed, "calibrate all").permutation(len(rows))[:CALIBRATION_SAMPLES]
-    batches = -(-len(some) // EVALUATION_BATCH)
-    return chunks(job.data.train.take(rows[some]), -(-len(some) // batches), job.transform)
-
-
-def _about(job: Job, module: nn.Module, label: str) -> About:
-    """What the files say: enough to feed the model, and its name where it is one of ours."""
-    data, shape = job.data, tuple(job.data.train.inputs.shape[1:])
-    with torch.inference_mode():
-        outputs = module(job.transform.apply(data.train.inputs[:1]))
-    classes = outputs.shape[1] if data.classes is not None and isinstance(outputs, Tensor) and outputs.ndim == 2 else 0
-    return About(
-        model=known_as(module, shape, classes) if classes else "",
-        input_shape=shape,
-        classes=classes,
-        mean=data.mean,
-        std=data.std,
-        extra={"method": label, "seed": job.seed},
-    )

@@ -31,7 +31,7 @@ from qupel.parts.phase import Phase, phase_from
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks import zoo
 from qupel.tasks.losses import losses
-from qupel.tasks.metrics import metrics
+from qupel.tasks.metrics import Metric, chosen, metrics
 from qupel.util.errors import UserError
 
 _BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
@@ -47,19 +47,31 @@ class Strict(BaseModel):
 
 class DataConfig(Strict):
     name: str = "digits"
-    folder: Path | None = None
-    augment: bool = False
+    folder: Path | None = Field(None, description="where its files are; else that of `--data` or `QUPEL_DATA`")
+    augment: bool = Field(False, description="images are flipped and cropped at random")
     limit: int | None = Field(None, ge=1, description="use only the first samples of each split")
+    args: dict[str, Any] = Field({}, description='what a function of your own, "module:function", is called with')
+    standardize: Literal["off", "client", "shared"] = Field(
+        "off", description="float inputs by mean and std of the client's own training data, or of all clients'"
+    )
 
 
 class SplitConfig(Strict):
     kind: Literal["classes", "dirichlet", "iid", "groups", "one"] = "classes"
-    clients: int = Field(20, ge=1)
+    clients: int = Field(20, ge=1, description="how many; groups: as many as there are")
     classes: int = Field(4, ge=1, description="classes a client, kind = classes")
     alpha: float = Field(0.5, gt=0, description="kind = dirichlet")
     train_per_client: int | None = Field(None, ge=1)
     test_per_client: int | None = Field(None, ge=1)
     validation: float = Field(0.0, ge=0, lt=1, description="share of each client's training data held out")
+    unseen: float = Field(0, ge=0, description="share of the clients, or how many, that join after training")
+
+    @field_validator("unseen")
+    @classmethod
+    def _whole(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError(f"{value}: allowed are a share below 1, or a whole number of clients")
+        return value
 
 
 class ModelConfig(Strict):
@@ -78,6 +90,11 @@ class ModelConfig(Strict):
 class TaskConfig(Strict):
     loss: str | None = Field(None, description="by default cross entropy; data without class labels needs one")
     metrics: tuple[str, ...] = Field((), description="beside loss and accuracy")
+    judge_by: str | None = Field(
+        None,
+        description="a client's score: a metric, or the loss; by default accuracy where there are class labels",
+        exclude_if=lambda value: value is None,  # runs of before it was there have the same settings
+    )
 
     @field_validator("loss")
     @classmethod
@@ -92,6 +109,16 @@ class TaskConfig(Strict):
         for name in value:
             metrics[name]
         return value
+
+    @field_validator("judge_by")
+    @classmethod
+    def _known_judge(cls, value: str | None) -> str | None:
+        chosen((), value)
+        return value
+
+    def asked(self) -> dict[str, Metric]:
+        """The metrics by name, the one to judge by among them."""
+        return chosen(self.metrics, self.judge_by)
 
 
 def _phases(value: Any) -> Any:
@@ -119,11 +146,11 @@ class MethodConfig(Settings):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    recipe: str | None = None
+    recipe: str | None = Field(None, description="a name of `qupel methods`; its settings stand beside it")
     method: Part = Field(None, description="one method for all rounds, in place of a recipe")
     quantizer: Part = Field(None, description="of that method")
     server: Part = Field(None, description="how uploads become the next w, of that method")
-    phases: Phases | None = None
+    phases: Phases | None = Field(None, description="methods one after another, each for some rounds")
     bits: Bits | tuple[Bits, ...] | None = Field(None, description="in place of the run's bits")
     model: str | None = Field(None, description="in place of the run's model.name")
 
@@ -170,12 +197,12 @@ class Config(Strict):
         (2, 3), description="per client, repeated as needed; 32: full precision; auto: what fits the budget"
     )
     budget: str | tuple[str, ...] | None = Field(None, description='bytes a client\'s file may have, e.g. "24 KiB"')
-    rounds: int = Field(30, ge=1)
+    rounds: int = Field(30, ge=1, description="of local_steps steps each")
     local_steps: int = Field(10, ge=1, description="tau, the steps between two synchronizations")
-    batch: int = Field(20, ge=1)
+    batch: int = Field(20, ge=1, description="samples a step")
     sample: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
     weighted: bool = Field(False, description="server mean weighted by training samples")
-    evaluate_every: int = Field(10, ge=1)
+    evaluate_every: int = Field(10, ge=1, description="rounds; the last of a phase is always evaluated")
     evaluate_sample: float = Field(1.0, gt=0, le=1, description="share of the clients judged; at a phase's end all")
     checkpoint_every: int = Field(0, ge=0, description="rounds; 0: with every evaluation")
     keep_checkpoints: int = Field(3, ge=1, description="the newest so many, to fall back on")

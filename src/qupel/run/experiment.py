@@ -18,19 +18,22 @@ import torch
 from qupel.core.layout import Layout
 from qupel.engine import ranks
 from qupel.engine.checkpoint import Checkpoints
-from qupel.engine.choice import settled
+from qupel.engine.choice import RECORD, settled
 from qupel.engine.group import Group
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
 from qupel.engine.rounds import Begin, Engine, Progress, Stopped, run
 from qupel.engine.workers import Pool, Workers
 from qupel.run import config as configs
+from qupel.run.adapt import FILE, write_origin
 from qupel.run.config import Config
 from qupel.run.folder import (
+    adapt_unseen,
     adopt,
     identity,
     is_done,
     open_folder,
+    origin_of,
     own_folder,
     result_file,
     result_of,
@@ -48,6 +51,7 @@ from qupel.run.jobs import (
     shared_settings,
 )
 from qupel.util.errors import UserError
+from qupel.util.files import read_json
 from qupel.util.machine import check_device
 
 CPU = torch.device("cpu")
@@ -231,7 +235,11 @@ def run_cell(
             if config.save_models
             else None
         )
-    result = result_of(job, cell, checkpoints, finished, device, files)
+    origin = origin_of(config, cell, built, finished.w)
+    if config.save_models:
+        write_origin(folder / FILE, origin)
+    result = result_of(job, cell, checkpoints.fingerprint, read_json(folder / RECORD), finished, device, files)
+    result |= adapt_unseen(config, cell, built, origin, folder)
     result |= {"config": shared_settings(config, cell), "data_identity": identity(config)}
     result["method"] = json.loads(config.methods[cell.label].model_dump_json())
     if begin is not None:

@@ -3,7 +3,8 @@
 RUN/config.json                  the whole config; identity.json: the data's checksum, versions; lock
 RUN/shared/...                   what cells share: the FedAvg warm-up of equal recipes, trained once a seed
 RUN/cells/<label>-s<seed>/       metrics.jsonl, engine.json, checkpoints/ while running, result.json when done, models/;
-                                 scores.npz where there are many clients
+                                 w.safetensors, the shared model for clients that come later (`adapt`); scores.npz where
+                                 there are many clients
 RUN/summary.json, summary.md     the comparison
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -20,18 +21,29 @@ from typing import Any
 
 import torch
 
+from qupel.core.layout import Coverage, Layout
 from qupel.data import sources
 from qupel.deploy.budget import parse_size
 from qupel.deploy.file import save
 from qupel.engine import scores
-from qupel.engine.checkpoint import Checkpoints
-from qupel.engine.choice import RECORD
 from qupel.engine.identity import check_identity
 from qupel.engine.job import Job
 from qupel.engine.rounds import Engine, Failed, Finished
-from qupel.parts.base import Rows
-from qupel.run.config import Config
-from qupel.run.jobs import Cell, build_job, describe, fingerprint, load_data
+from qupel.parts.base import Deployed, Rows
+from qupel.run import adapt
+from qupel.run.adapt import Adapted, Origin
+from qupel.run.config import Config, merge
+from qupel.run.jobs import (
+    Cell,
+    build_job,
+    build_plans,
+    client_names,
+    data_of,
+    describe,
+    fingerprint,
+    model_name,
+    split_clients,
+)
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
 from qupel.util.files import LOCK, Damaged, check_files, checksums, locked, read_json, write_sealed
@@ -66,7 +78,7 @@ def open_folder(out: Path, config: Config, resume: bool, other_versions: bool = 
                 raise UserError(f"{out} already holds a run; add --resume to go on with it, or give another --out")
             before = read_json(known)
             usual = json.loads(Config(methods=config.methods).model_dump_json())
-            if {**usual, **before} != described:  # what an older version did not know has its default
+            if merge(usual, before) != described:  # what an older version did not know has its default
                 raise UserError(f"{out} was made with another config; resume it with that one, or give another --out")
         else:
             check_own(out)
@@ -77,13 +89,13 @@ def open_folder(out: Path, config: Config, resume: bool, other_versions: bool = 
 
 
 @lru_cache(maxsize=2)
-def data_identity(name: str, folder: Path | None, limit: int | None) -> str:
-    return sources.identity(load_data(name, folder, limit))
+def _checksum(data: sources.Dataset) -> str:
+    return sources.identity(data)
 
 
 def identity(config: Config) -> str:
     """A checksum of the data that a config names."""
-    return data_identity(config.data.name, config.data.folder, config.data.limit)
+    return _checksum(data_of(config))
 
 
 def result_file(out: Path, cell: Cell) -> Path:
@@ -114,19 +126,28 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def result_of(
-    job: Job, cell: Cell, checkpoints: Checkpoints, finished: Finished, device: torch.device, files: list[int] | None
+    job: Job,
+    cell: Cell,
+    fingerprint: str,
+    engine: dict[str, Any],
+    finished: Finished,
+    device: torch.device,
+    files: list[int] | None,
 ) -> dict[str, Any]:
-    """What every run says of a cell, however it was started. files: bytes of each client's."""
+    """What every run says of a cell, however it was started. engine: how clients were trained (`choice.Choice`); files:
+    bytes of each client's."""
+    quantized = list(dict.fromkeys(name for plan in job.plans for name in plan))
     return {
         "label": cell.label,
         "seed": cell.seed,
-        "fingerprint": checkpoints.fingerprint,
+        "fingerprint": fingerprint,
         "phases": [p.table() for p in job.phases],
         "seconds": finished.lines[-1]["seconds"],
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {**machine(), "device": device_name(device)},
-        "quantized": list(dict.fromkeys(name for plan in job.plans for name in plan)),
-        "engine": read_json(checkpoints.log.parent / RECORD),
+        "quantized": quantized,
+        **({"precision": str(Coverage.of(Layout.of(job.module), quantized))} if quantized else {}),
+        "engine": engine,
         "data_note": job.data.note,
         "classes": job.data.classes,
         **({} if files is None else {"files": files}),
@@ -147,7 +168,9 @@ def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None
         done.parent.mkdir(parents=True, exist_ok=True)
         if (path.parent / "models").exists():
             shutil.copytree(path.parent / "models", done.parent / "models", dirs_exist_ok=True)
-        shutil.copy(path.parent / "metrics.jsonl", done.parent)
+        for name in ("metrics.jsonl", adapt.FILE):
+            if (path.parent / name).exists():
+                shutil.copy(path.parent / name, done.parent)
         scores.copy(path.parent, done.parent)
         taken = f"{path.parents[2].name}/{path.parent.name}"
         write_result(done, {**result, "label": cell.label, "taken_from": taken})
@@ -161,17 +184,49 @@ def save_models(
     the bytes of each file."""
     target = folder / "models"
     target.mkdir(exist_ok=True)
-    judge, data = Judge(job.module, job.loss), job.data
+    models = (engine.deployed(job.rounds - 1, w, client).cpu() for client in range(len(job.parts)))
+    return _write_models(config, cell, job, models, line["clients"]["test"], target, "client")
+
+
+def _write_models(
+    config: Config,
+    cell: Cell,
+    job: Job,
+    models: Iterable[Deployed],
+    tests: Sequence[float | None],
+    target: Path,
+    prefix: str,
+) -> list[int]:
+    judge, sizes = Judge(job.module, job.loss), []
     budgets = [parse_size(text) for text in config.budgets()]
-    sizes = []
-    for client in range(len(job.parts)):
-        model = engine.deployed(job.rounds - 1, w, client).cpu()
+    for client, model in enumerate(models):
         module = judge.load(model.x, job.calibration(client))
-        test = line["clients"]["test"][client]
         allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
-        about = describe(config, cell, data, job.name(client), test, allowed)
-        written = save(target / f"client-{client:03d}.safetensors", module, model.codebook, about=about)
+        about = describe(config, cell, job.data_of(client), job.name(client), tests[client], allowed)
+        written = save(target / f"{prefix}-{client:03d}.safetensors", module, model.codebook, about=about)
         if allowed is not None and written > allowed:
             raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {allowed}")
         sizes.append(written)
     return sizes
+
+
+def origin_of(config: Config, cell: Cell, job: Job, w: Rows) -> Origin:
+    """What a cell leaves for clients that come later."""
+    names: dict[str, Any] = {"model": model_name(config, cell), "args": config.model.args}
+    names |= {"loss": config.task.loss or "cross_entropy", "standardize": config.data.standardize}
+    return Origin.of(job, w, cell.label, layers=config.model.layers, channels=config.model.levels == "channel", **names)
+
+
+def adapt_unseen(config: Config, cell: Cell, job: Job, origin: Origin, folder: Path) -> dict[str, Any]:
+    """The clients that were kept out of training, adapted and judged; their models beside the others' where these are
+    kept. Returns what the result says of them, under "unseen" where there are any."""
+    _, parts = split_clients(config, job.data, cell.seed)
+    if not parts:
+        return {}
+    plans = build_plans(config, cell, job.module, job.data, len(parts))
+    names = client_names(config, job.data, parts) or [f"unseen {i}" for i in range(len(parts))]
+    done: Adapted = adapt.adapt_clients(origin, job.data, parts, plans, names)
+    told = done.told()
+    if config.save_models:
+        told["files"] = _write_models(config, cell, done.job, done.models, told["test"], folder / "models", "unseen")
+    return {"unseen": told}

@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from qupel.core.codebook import Plan, plan_bits
@@ -18,18 +19,20 @@ from qupel.data import partition, sources
 from qupel.data.batches import Transform
 from qupel.deploy.about import About
 from qupel.deploy.budget import Planner, parse_size
+from qupel.deploy.feed import described
 from qupel.deploy.file import load
+from qupel.deploy.own import facts
 from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import digest
-from qupel.engine.job import Job
+from qupel.engine.job import Job, standardized
 from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods.base import quantizer_of
 from qupel.parts.phase import Phase
 from qupel.run.config import Config, MethodConfig
 from qupel.run.recipes import Length, compose, find
 from qupel.tasks import zoo
-from qupel.tasks.losses import losses
-from qupel.tasks.metrics import metrics
+from qupel.tasks.losses import losses, with_weights
+from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
 
 SHARED = ("seed", "data", "split", "model", "task", "local_steps", "batch", "sample", "weighted")
@@ -54,21 +57,51 @@ def cells(config: Config) -> list[Cell]:
     return found
 
 
+def data_of(config: Config) -> sources.Dataset:
+    """The data that a config names; they are kept for the next who asks."""
+    data = config.data
+    return load_data(data.name, data.folder, data.limit, json.dumps(data.args, sort_keys=True))
+
+
 @lru_cache(maxsize=2)
-def load_data(name: str, folder: Path | None, limit: int | None) -> sources.Dataset:
-    return sources.load(name, folder, limit)
+def load_data(name: str, folder: Path | None, limit: int | None, args: str = "{}") -> sources.Dataset:
+    """args: as JSON."""
+    return sources.load(name, folder, limit, json.loads(args))
 
 
 def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
+    """The clients that train."""
+    return split_clients(config, data, seed)[0]
+
+
+def split_clients(
+    config: Config, data: sources.Dataset, seed: int
+) -> tuple[list[partition.Part], list[partition.Part]]:
+    """(clients that train, clients that join when that is over)."""
+    parts, joining = _split(config, data, seed), []
+    if is_natural(config, data) and data.unseen:
+        joining = [parts[i] for i in data.unseen]
+        parts = [part for i, part in enumerate(parts) if i not in set(data.unseen)]
+    if not config.split.unseen:
+        return parts, joining
+    parts, out = partition.leave_out(parts, config.split.unseen, seed)
+    return parts, [*joining, *out]
+
+
+def _split(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
+    """Who gets what. Data that come as clients are their own federation, unless they are to be dealt out anew."""
     s, train, test = config.split, data.train, data.test
-    if s.kind in {"classes", "dirichlet"} and data.classes is None:
-        raise UserError(f"split.kind = {s.kind!r} needs class labels, which {data.name} has not; try iid or groups")
-    if s.kind == "classes":
-        parts = partition.by_class(
-            train.targets, test.targets, s.clients, s.classes, seed, s.train_per_client, s.test_per_client
-        )
-    elif s.kind == "dirichlet":
-        parts = partition.dirichlet(train.targets, test.targets, s.clients, s.alpha, seed)
+    labels, held = train.labels, test.labels
+    if is_natural(config, data):
+        parts = partition.by_owner(data)
+    elif s.kind in {"classes", "dirichlet"}:
+        if labels is None or held is None:
+            raise UserError(f"split.kind = {s.kind!r} needs class labels, which {data.name} has not; try iid or groups")
+        if s.kind == "dirichlet":
+            parts = partition.dirichlet(labels, held, s.clients, s.alpha, seed)
+        else:
+            sizes = (s.train_per_client, s.test_per_client)
+            parts = partition.by_class(labels, held, s.clients, s.classes, seed, *sizes)
     elif s.kind == "groups":
         if train.groups is None:
             raise UserError(f"split.kind = 'groups' needs a group column, which {data.name} has not")
@@ -76,7 +109,19 @@ def split_data(config: Config, data: sources.Dataset, seed: int) -> list[partiti
     else:
         clients = 1 if s.kind == "one" else s.clients
         parts = partition.iid(len(train), len(test), clients, seed, s.train_per_client, s.test_per_client)
-    return partition.hold_out(parts, s.validation, seed, train.targets) if s.validation else parts
+    return partition.hold_out(parts, s.validation, seed, labels) if s.validation else parts
+
+
+def is_natural(config: Config, data: sources.Dataset) -> bool:
+    """Whether the owners of the samples are the clients."""
+    return bool(data.owners) and config.split.kind in {"classes", "groups"}
+
+
+def client_names(config: Config, data: sources.Dataset, parts: Sequence[partition.Part]) -> list[str]:
+    """The owners', where they are the clients."""
+    if not is_natural(config, data) or data.train.groups is None:
+        return []
+    return [data.owners[int(data.train.groups[part.train_rows[0]])] for part in parts]
 
 
 def model_name(config: Config, cell: Cell) -> str:
@@ -86,16 +131,31 @@ def model_name(config: Config, cell: Cell) -> str:
 def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
     if data.classes is None and config.task.loss is None:
         raise UserError(f"{data.name} has no class labels: say which loss is meant ([task] loss = ...)")
-    shape = tuple(data.train.inputs.shape[1:])
+    shape = data.shape
     module = zoo.build(model_name(config, cell), shape, data.classes, cell.seed, config.model.args)
     if config.model.start is not None:
         load(Path(str(config.model.start).replace("{seed}", str(cell.seed)))).into(module)
     return module
 
 
+def usual_loss(data: sources.Dataset) -> str:
+    """Cross entropy for whole numbers, else the squared error."""
+    kind = data.train.kinds[1]
+    if not (isinstance(kind, tuple) and isinstance(kind[0], torch.dtype)):
+        raise UserError("loss: where a sample has several targets, give a function (outputs, targets) -> mean loss")
+    return "mse" if kind[0].is_floating_point else "cross_entropy"
+
+
+def loss_for(data: sources.Dataset, loss: Loss | None) -> Loss:
+    """The loss on this data, by default the usual one; weighted where samples are."""
+    loss = losses[usual_loss(data)] if loss is None else loss
+    weighted = len(data.train) > 0 and bool(data.train.read(slice(0, 1)).given)
+    return with_weights(loss) if weighted else loss
+
+
 def build_job(config: Config, cell: Cell) -> Job:
     """The job of one cell. Cells of a seed share data, split and initial model, so that comparisons are paired."""
-    data = load_data(config.data.name, config.data.folder, config.data.limit)
+    data = data_of(config)
     parts = split_data(config, data, cell.seed)
     module = build_model(config, data, cell)
     job = assemble(config, cell, module, data, parts, build_plans(config, cell, module, data, len(parts)))
@@ -115,7 +175,7 @@ def assemble(
     method = config.methods[cell.label]
     job = Job(
         module=module,
-        loss=losses[config.task.loss or "cross_entropy"],
+        loss=loss_for(data, losses[config.task.loss or "cross_entropy"]),
         data=data,
         parts=parts,
         plans=plans,
@@ -131,26 +191,37 @@ def assemble(
         on_bad_upload=config.on_bad_upload if len(parts) > 1 else "stop",
         upload_bound=config.upload_bound,
         transform=Transform.of(data, augment=config.data.augment),
+        names=client_names(config, data, parts),
         diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
-        metrics={name: metrics[name] for name in config.task.metrics},
+        metrics=config.task.asked(),
+        judge_by=config.task.judge_by or "",
     )
+    job = standardized(job, config.data.standardize)
     return job.with_phases(build_phases(method, config.rounds, job, cell.label))
 
 
 def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
     """How many centers each layer of each client gets: from the bits given, or from what fits the client's budget."""
     bits = config.methods[cell.label].bits or config.bits
+    if config.data.standardize != "off" and data.shape:  # as long as any client's can be
+        data = replace(
+            data, mean=(-1.2345678901234567e-100,) * data.shape[0], std=(1.2345678901234567e-100,) * data.shape[0]
+        )
     layout, layers, channels = Layout.of(module), config.model.layers, config.model.levels == "channel"
     plans: list[Plan]
     if bits == "auto":
-        planner = Planner(
-            module, layers=layers, channels=channels, about=describe(config, cell, data, "x" * 20, 0.999999, 10**9)
-        )
+        about = describe(config, cell, data, _longest(data), 0.999999, 10**9)
+        planner = Planner(module, layers=layers, channels=channels, about=about)
         plans = [plan_bits(layout, planner.fit(parse_size(text)).bits, channels=channels) for text in config.budgets()]
     else:
         each = [bits] if isinstance(bits, int) else list(bits)
         plans = [plan_bits(layout, int(b), layers, channels) for b in each]
     return [plans[i % len(plans)] for i in range(clients)]
+
+
+def _longest(data: sources.Dataset) -> str:
+    """A name as long as any client's may be."""
+    return "x" * max([20, *(len(name.encode()) for name in data.owners)])
 
 
 def describe(
@@ -159,10 +230,11 @@ def describe(
     """What a client's file says about its model. test: its score, if it has one; allowed: the bytes it may have."""
     told: dict[str, Any] = {} if test is None or data.classes is None else {"test": round(test, 6)}
     told |= {} if allowed is None else {"budget": allowed}
-    name = model_name(config, cell)
+    told |= {} if config.data.standardize == "off" else {"standardize": config.data.standardize}
+    example = Transform.of(data).apply(data.train.read(slice(0, 1)).inputs)
     return About(
-        model=name if name in zoo.networks and not config.model.args else "",
-        input_shape=tuple(data.train.inputs.shape[1:]),
+        **facts(model_name(config, cell), config.model.args),
+        **described(example),
         classes=data.classes or 0,
         labels=data.labels,
         mean=data.mean,
@@ -223,6 +295,8 @@ def shared_settings(config: Config, cell: Cell) -> dict[str, Any]:
     described = json.loads(config.model_dump_json())
     found = {key: described[key] for key in SHARED if key in described}
     found["seed"] = cell.seed
+    if not config.split.unseen:  # nothing of the run depends on it
+        del found["split"]["unseen"]
     found["model"]["name"] = model_name(config, cell)
     found["local_steps"] = config.methods[cell.label].steps_per_round(config.local_steps)
     return found

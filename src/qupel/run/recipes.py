@@ -42,7 +42,12 @@ class Length:
 
 
 class Settings(BaseModel):
-    """What recipes are made of. The defaults are what was found best on validation data (docs/results)."""
+    """What recipes are made of. The defaults are what was found best on validation data (docs/results).
+
+    >>> import qupel
+    >>> qupel.Settings(eta1=0.05, finetune=0.2).eta1
+    0.05
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -51,7 +56,7 @@ class Settings(BaseModel):
     eta1_decay: float = Field(1.0, gt=0, le=1, description="factor on eta1 per epoch")
     eta1_cosine: bool = Field(True, description="eta1 falls to 0 along a half cosine over the whole run")
     optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(0.0, ge=0, description="of x only")
     # weights meet centers
     travel: float | None = Field(1.0, ge=0, description="total prox travel in half-gaps; or give lambda_growth")
     lambda_growth: float | None = Field(None, ge=0, description="lambda(t) = lambda_growth * epoch, as in the paper")
@@ -63,9 +68,9 @@ class Settings(BaseModel):
     center_gradient: Literal["sum", "mean"] = "mean"
     clip: float | None = Field(None, gt=0, description="bound on every center gradient")
     follow: float | None = Field(0.05, ge=0, description="center prox in half-gaps a step; none: the paper's lambda")
-    rule: Literal["exact", "first_order", "paper"] = "exact"
+    rule: Literal["exact", "first_order", "paper"] = Field("exact", description="the center prox")
     init: Literal["paper", "range", "kmeans", "quantile"] = "kmeans"
-    carry: bool = False
+    carry: bool = Field(False, description="weights on a center move with it")
     scale: Literal["layer", "one"] = Field("layer", description="ProxQuant's centers at 1 bit: ± mean |x| or ± 1")
     # the federation
     lambda_p: float = Field(2.0, ge=0, description="pull between personal and global model")

@@ -7,19 +7,22 @@ training data, never taken over from the float model it was made of.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from qupel.core.layout import Layout
-from qupel.tasks.metrics import Metric
-from qupel.tasks.task import Loss, is_finite
+from qupel.tasks.metrics import IGNORED, Metric, has_labels, is_streaming, numbers
+from qupel.tasks.task import Batch, Loss, call, is_finite
+from qupel.tasks.trees import Tree, length, over
+from qupel.util.errors import UserError
 
-Batches = Iterable[tuple[Tensor, Tensor]]
+Batches = Iterable[Batch]
 NO_METRICS: Mapping[str, Metric] = MappingProxyType({})
 EVALUATION_BATCH = 256
 CALIBRATION_SAMPLES = 2048  # enough for BatchNorm statistics; more changes them by less than their own noise
@@ -35,13 +38,28 @@ class Score:
     more: Mapping[str, float] = field(default_factory=dict)  # other metrics, by name
 
 
+def value(score: Score, by: str = "") -> float:
+    """A client's score: what it is judged `by`, else accuracy where targets are labels, else the loss."""
+    if not by:
+        return score.loss if score.accuracy is None else score.accuracy
+    told = {"loss": score.loss, "accuracy": score.accuracy, **score.more}
+    found = told.get(by)
+    if found is None:
+        why = "there are no class labels" if by == "accuracy" else "it gives several numbers, and one is needed"
+        raise UserError(f"judge_by = {by!r}: {why}; allowed: {', '.join(n for n, v in told.items() if v is not None)}")
+    return found
+
+
 class Judge:
     """Loads a vector into a copy of the module, measures BatchNorm statistics if it has any, and scores it."""
 
     def __init__(self, module: nn.Module, loss: Loss, metrics: Mapping[str, Metric] = NO_METRICS) -> None:
         self.module = copy.deepcopy(module)
         self.layout = Layout.of(self.module)
-        self.loss, self.metrics = loss, metrics
+        self.loss = loss
+        self.functions = {name: metric for name, metric in metrics.items() if not is_streaming(metric)}
+        self.streams = {name: _stream(metric) for name, metric in metrics.items() if is_streaming(metric)}
+        self.names = tuple(metrics)
         self.norms = [m for m in self.module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
 
     def load(self, x: Tensor, calibration: Batches) -> nn.Module:
@@ -52,38 +70,95 @@ class Judge:
             calibrate(self.module, self.norms, calibration)
         return self.module
 
-    def score(self, x: Tensor, calibration: Batches, test: Batches) -> Score:
+    def score(self, x: Tensor, calibration: Batches, test: Batches, who: str = "a client") -> Score:
+        """who: whose test data they are, for what is said of a metric that fails. Outputs are kept where a metric is a
+        function; those that are streamed see them batch by batch."""
         module = self.load(x, calibration)
-        loss, correct, count, labelled = 0.0, 0, 0, False
-        kept: list[tuple[Tensor, Tensor]] = []
+        loss, right, places, count, labelled = 0.0, 0, 0, 0, False
+        kept: list[tuple[Tree, Tree]] = []
+        asked = Asked(self, who)
         with torch.inference_mode():
-            for inputs, targets in test:
-                outputs = module(inputs)
-                loss += self._loss(outputs, targets) * len(targets)
-                count += len(targets)
-                labelled = targets.dtype == torch.int64 and outputs.ndim == 2
+            for batch in test:
+                inputs, targets, given = Batch(*batch)
+                outputs = call(module, inputs)
+                loss += self._loss(outputs, targets, given) * length(targets)
+                count += length(targets)
+                labelled = has_labels(outputs, targets)
                 if labelled:
-                    correct += int((outputs.argmax(1) == targets).sum())
-                if self.metrics:
+                    right += int((outputs.argmax(1) == targets).sum())
+                    places += int((targets != IGNORED).sum())
+                asked.update(outputs, targets)
+                if self.functions:
                     kept.append((outputs, targets))
-        if count == 0:
-            return Score(float("nan"), None, 0)
-        return Score(loss / count, correct / count if labelled else None, count, self._more(kept))
+            if count == 0:
+                return Score(float("nan"), None, 0)
+            return Score(loss / count, right / places if labelled and places else None, count, asked.answers(kept))
 
-    def _more(self, kept: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """The metrics on all outputs and targets together."""
-        if not self.metrics:
-            return {}
-        outputs, targets = (torch.cat(parts) for parts in zip(*kept, strict=True))
-        return {name: float(metric(outputs, targets)) for name, metric in self.metrics.items()}
-
-    def _loss(self, outputs: Tensor, targets: Tensor) -> float:
+    def _loss(self, outputs: Tree, targets: Tree, given: Sequence[Tensor] = ()) -> float:
         try:
-            return float(self.loss(outputs, targets))
+            return float(self.loss(outputs, targets, *given))
         except Exception:  # some losses refuse what is not a number
             if is_finite(outputs):
                 raise
             return float("nan")
+
+
+def _stream(metric: Metric) -> Any:
+    """A metric whose state is ours alone: the user's object is not touched, and torchmetrics, which would add up the
+    states of all ranks, judges one client at a time."""
+    made = metric() if isinstance(metric, type) else copy.deepcopy(metric)
+    for part in made.modules() if isinstance(made, nn.Module) else ():
+        if hasattr(part, "distributed_available_fn"):
+            part.distributed_available_fn = _never  # type: ignore[assignment]
+    return made
+
+
+def _never() -> bool:
+    return False
+
+
+class Asked:
+    """The metrics of a judge, asked about one client's test data."""
+
+    def __init__(self, judge: Judge, who: str) -> None:
+        self.judge, self.who, self.finite = judge, who, True
+        for stream in judge.streams.values():
+            stream.reset()
+
+    def update(self, outputs: Tree, targets: Tree) -> None:
+        if self.judge.names:
+            self.finite = self.finite and is_finite(outputs)
+        for name, stream in self.judge.streams.items():
+            if isinstance(stream, nn.Module):
+                stream.to(outputs.device)
+            self._try(name, stream.update, outputs, targets)
+
+    def answers(self, kept: Sequence[tuple[Tree, Tree]]) -> dict[str, float]:
+        """Every number of every metric, by name."""
+        together = tuple(over(lambda *leaf: torch.cat(leaf), *parts) for parts in zip(*kept, strict=True))
+        found: dict[str, float] = {}
+        for name in self.judge.names:
+            if name in self.judge.streams:
+                given = self._try(name, self.judge.streams[name].compute)
+            else:
+                given = self._try(name, self.judge.functions[name], *together)
+            try:
+                found |= numbers(name, given)
+            except (TypeError, ValueError, RuntimeError):
+                what = f"{type(given).__name__} {' '.join(repr(given).split())[:60]}"
+                raise UserError(f"metric {name!r}, {self.who}: a number is needed, not {what}") from None
+        return found
+
+    def _try(self, name: str, ask: Callable[..., Any], *given: Tree) -> Any:
+        try:
+            return ask(*given)
+        except Exception as e:
+            if not self.finite:  # a model that diverged has no score
+                return float("nan")
+            shapes = " and ".join(str(tuple(t.shape)) for t in given)
+            of = f" (outputs and targets {shapes})" if given else ""
+            said = str(e).partition("\n")[0]
+            raise UserError(f"metric {name!r}, {self.who}: {type(e).__name__}: {said}{of}") from e
 
 
 @torch.no_grad()
@@ -94,8 +169,8 @@ def calibrate(module: nn.Module, norms: list[_NormBase], batches: Batches) -> No
         m.reset_running_stats()
         m.momentum = None  # a cumulative average
         m.train()
-    for inputs, _ in batches:
-        module(inputs)
+    for batch in batches:
+        call(module, batch[0])
     for m, momentum in zip(norms, momenta, strict=True):
         m.momentum = momentum
         m.eval()

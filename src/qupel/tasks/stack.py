@@ -13,7 +13,8 @@ from torch.func import functional_call, vmap
 from torch.nn import functional as F
 
 from qupel.core.layout import Layout, Slot
-from qupel.tasks.task import Batch, Evaluated, Loss, Value, first_bad, for_training, gradients, one_vector
+from qupel.tasks.task import Batch, Evaluated, Loss, Value, detached, first_bad, for_training, gradients, one_vector
+from qupel.tasks.trees import Tree, arguments, length
 
 
 class StackTask:
@@ -41,43 +42,49 @@ class StackTask:
         loss: Loss | None = None,
         given: Sequence[Tensor] = (),
     ) -> Evaluated:
-        inputs, targets = batch
-        x = x.expand(len(inputs), -1)  # clients that start from one model share it
+        inputs, targets, more = Batch(*batch)
+        x = x.expand(length(inputs), -1)  # clients that start from one model share it
         parameters = {slot.name: slot.view(x).detach().requires_grad_() for slot in self.layout.slots}
         outputs = self.forward(parameters, inputs)  # (k, b, ...)
-        values = _each(loss or self.loss)(outputs, targets, *given)  # (k,)
+        values = _each(loss or self.loss)(outputs, targets, *given, *more)  # (k,)
         found = gradients(values.sum(), parameters, self.layout.slots if slots is None else slots)
         values = values.detach()
         if not bool(torch.isfinite(values).all()):
             for row, value in enumerate(values.tolist()):
                 if not math.isfinite(value):
                     self.faults.setdefault(row, f"the loss is {value}; {first_bad(x[row], self.layout)}")
-        return Evaluated(one_vector(found, x, self.layout), values, outputs.detach())
+        return Evaluated(one_vector(found, x, self.layout), values, detached(outputs))
 
-    def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
-        x = x.expand(len(inputs), -1)
+    def outputs(self, x: Tensor, inputs: Tree) -> Tree:
+        x = x.expand(length(inputs), -1)
         with torch.no_grad():
             return self.forward({slot.name: slot.view(x) for slot in self.layout.slots}, inputs)
 
     def value(self, x: Tensor, batch: Batch) -> Value:
-        return _each(self.loss)(self.outputs(x, batch[0]), batch[1])
+        inputs, targets, given = Batch(*batch)
+        return _each(self.loss)(self.outputs(x, inputs), targets, *given)
 
 
-def _forward(module: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+def _forward(module: nn.Module) -> Callable[[dict[str, Tensor], Tree], Tree]:
     layers = _chain(module)
     trained = all(p.requires_grad for p in module.parameters())  # frozen ones are the same for all clients
     if not (trained and all(_takes_a_stack(layer) for layer in layers)):
-        return vmap(lambda parameters, inputs: functional_call(module, parameters, (inputs,)), randomness="error")
+        return vmap(lambda own, inputs: functional_call(module, own, *_arguments(inputs)), randomness="error")
     names = {id(p): name for name, p in module.named_parameters()}
     chain = [(layer, {own: names[id(p)] for own, p in layer.named_parameters()}) for layer in layers]
 
-    def forward(parameters: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        h = inputs  # (k, b, ...)
+    def forward(parameters: dict[str, Tensor], inputs: Tree) -> Tensor:
+        (h,), _ = arguments(inputs)  # (k, b, ...)
         for layer, its in chain:
             h = _through(layer, {own: parameters[name] for own, name in its.items()}, h)
         return h
 
     return forward
+
+
+def _arguments(inputs: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    positional, named = arguments(inputs)
+    return tuple(positional), dict(named)
 
 
 def _each(loss: Loss) -> Loss:

@@ -8,17 +8,29 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from qupel.core.layout import Layout, Slot
 from qupel.tasks.convolution import use_fft
+from qupel.tasks.trees import Tree, call, leaves, over
+from qupel.util.errors import UserError
 
-Batch = tuple[Tensor, Tensor]  # inputs, targets
+__all__ = ["Batch", "Diverged", "Evaluated", "Loss", "ModuleTask", "Problem", "Task", "Tree", "Value", "call"]
+
 Loss = Callable[..., Tensor]  # (outputs, targets, *given) -> mean loss over the batch
 Value = float | Tensor  # a loss; of a stack of clients one each (k,)
+
+
+class Batch(NamedTuple):
+    """Samples to learn from: inputs (b, ...) and targets (b, ...), each a tensor or a tree of tensors, and what the
+    loss gets after the targets: `(weights,)`, (b,) each, where samples are weighted."""
+
+    inputs: Tree
+    targets: Tree
+    given: tuple[Tensor, ...] = ()
 
 
 class Diverged(ArithmeticError):
@@ -35,7 +47,7 @@ class Evaluated:
 
     gradient: Tensor
     loss: Value
-    outputs: Tensor
+    outputs: Tree
 
 
 class Task(Protocol):
@@ -55,9 +67,9 @@ class Task(Protocol):
     ) -> Evaluated:
         """The gradient at x (..., d) of the mean loss over the batch. slots: where it is asked for; elsewhere it may be
         0, so that nothing has to be computed below the first layer that is asked for. loss: another one than the task's
-        own, a function of (outputs, targets, *given), given: tensors, of a stack (k, ...) each."""
+        own, a function of (outputs, targets, *given, *batch.given), given: tensors, of a stack (k, ...) each."""
 
-    def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
+    def outputs(self, x: Tensor, inputs: Tree) -> Tree:
         """What the network with weights x says to a batch while it learns (..., b, classes)."""
 
     def value(self, x: Tensor, batch: Batch) -> Value:
@@ -96,34 +108,54 @@ class ModuleTask:
         loss: Loss | None = None,
         given: Sequence[Tensor] = (),
     ) -> Evaluated:
-        inputs, targets = batch
+        inputs, targets, more = Batch(*batch)
         self.values.copy_(x)
         outputs = None
         try:
-            outputs = self.module(inputs)
-            value = (loss or self.loss)(outputs, targets, *given)
+            outputs = call(self.module, inputs)
+            value = (loss or self.loss)(outputs, targets, *given, *more)
         except Exception as e:  # some losses refuse what is not a number
             if is_finite(x) and is_finite(outputs):
                 raise
             raise Diverged(f"{str(e).splitlines()[0]}; {first_bad(x, self.layout)}") from e
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise NoScalar(value)
         found = gradients(value, self.parameters, self.layout.slots if slots is None else slots)
         number = value.item()
         if not math.isfinite(number):
             raise Diverged(f"the loss is {number}; {first_bad(x, self.layout)}")
-        return Evaluated(one_vector(found, x, self.layout), number, outputs.detach())
+        return Evaluated(one_vector(found, x, self.layout), number, detached(outputs))
 
-    def outputs(self, x: Tensor, inputs: Tensor) -> Tensor:
+    def outputs(self, x: Tensor, inputs: Tree) -> Tree:
         self.values.copy_(x)
         with torch.no_grad():
-            return self.module(inputs)
+            return call(self.module, inputs)
 
     def value(self, x: Tensor, batch: Batch) -> Value:
-        return float(self.loss(self.outputs(x, batch[0]), batch[1]))
+        inputs, targets, given = Batch(*batch)
+        return float(self.loss(self.outputs(x, inputs), targets, *given))
+
+
+class NoScalar(UserError):
+    """A loss that is not one number."""
+
+    def __init__(self, value: object) -> None:
+        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        super().__init__(f"the loss returns {what}; needed is one number, the mean over the batch, as a tensor")
+
+
+def detached(outputs: Tree) -> Tree:
+    """Outputs without their graph."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    return over(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs)
 
 
 def is_finite(value: object) -> bool:
     """Whether nothing in it is known to be infinite or NaN; what is no tensor of numbers is not known."""
-    return not (isinstance(value, Tensor) and value.is_floating_point()) or bool(torch.isfinite(value).all())
+    if not isinstance(value, Tensor):
+        return not isinstance(value, Mapping | tuple | list) or all(map(is_finite, leaves(value)))
+    return not value.is_floating_point() or bool(torch.isfinite(value).all())
 
 
 def for_training(module: nn.Module) -> nn.Module:

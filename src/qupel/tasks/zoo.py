@@ -1,4 +1,4 @@
-"""Networks of the paper and small ones to start with. Any nn.Module with Linear/Conv layers works in their place.
+"""Networks of the paper and small ones to start with, for images, signals and text. Any nn.Module works in their place.
 
 Max-pooling and ReLU commute; pooling first leaves the ReLU a quarter of the work.
 """
@@ -32,7 +32,7 @@ def mlp(inputs: int = 784, hidden: Sequence[int] = (256, 128), classes: int = 10
 def _he(*layers: nn.Module) -> nn.Sequential:
     """Layers in a row, initialized for ReLU networks (He et al., 2015) with zero biases."""
     for layer in layers:
-        if isinstance(layer, nn.Linear | nn.Conv2d):
+        if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return nn.Sequential(*layers)
@@ -140,11 +140,66 @@ def resnet32(channels: int = 3, classes: int = 10) -> nn.Module:
     return _ResNet(5, channels, classes)
 
 
+def cnn1d(channels: int = 8, length: int = 52, classes: int = 10) -> nn.Module:
+    """Five layers for signals (channels, length): conv5x32, pool, conv5x64, pool, conv3x64, fc64, fc."""
+    return _he(
+        nn.Conv1d(channels, 32, 5, padding=2),
+        nn.MaxPool1d(2),
+        nn.ReLU(),
+        nn.Conv1d(32, 64, 5, padding=2),
+        nn.MaxPool1d(2),
+        nn.ReLU(),
+        nn.Conv1d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * (length // 4), 64),
+        nn.ReLU(),
+        nn.Linear(64, classes),
+    )
+
+
+# --- text: tokens (n, length), whole numbers below `vocabulary` -> what comes next (n, vocabulary) ---
+
+
+class TextLSTM(nn.Module):
+    """The next character by an LSTM, as LEAF's for Shakespeare, but smaller (Caldas et al., 2018)."""
+
+    def __init__(self, vocabulary: int, embedding: int = 16, hidden: int = 96, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
+        self.head = nn.Linear(hidden, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(tokens.long()))  # (n, length, hidden)
+        return self.head(states[:, -1])
+
+
+class TextTransformer(nn.Module):
+    """The next character by a transformer that looks at the whole sequence and answers at its last place."""
+
+    def __init__(self, vocabulary: int, length: int, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        one = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(one, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary)
+        for table in (self.embedding, self.places):
+            nn.init.normal_(table.weight, std=0.02 * width**0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens.long()) + self.places.weight[: tokens.shape[1]]  # (n, length, width)
+        return self.head(self.encoder(h)[:, -1])
+
+
 # --- by name: a builder takes the shape of one input, the number of classes, or settings of its own ---
 
 networks: Registry[Callable[..., nn.Module]] = Registry("network")
 _SIZES = {"digits_cnn": (8,), "small_cnn": (28, 32), "cnn5": (32,)}  # of images
 _ANY = {"mlp"}  # takes inputs of any shape
+_TAKES = {"cnn1d": ("signals (channels, length)", 2), "lstm": ("tokens (length,)", 1)}
+_TAKES["transformer"] = _TAKES["lstm"]
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -178,6 +233,32 @@ def _(shape: tuple[int, ...], classes: int) -> nn.Module:
     return resnet32(shape[0], classes)
 
 
+@networks.register("cnn1d", about="5-layer CNN for signals (channels, length)")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return cnn1d(shape[0], shape[1], classes)
+
+
+@networks.register("lstm", about="2-layer LSTM for text: tokens (length,), classes = the vocabulary")
+def _(shape: tuple[int, ...], classes: int, embedding: int = 16, hidden: int = 96, layers: int = 2) -> nn.Module:
+    return TextLSTM(classes, embedding, hidden, layers)
+
+
+@networks.register("transformer", about="2-layer transformer for text: tokens (length,), classes = the vocabulary")
+def _(shape: tuple[int, ...], classes: int, width: int = 64, layers: int = 2, heads: int = 4) -> nn.Module:
+    return TextTransformer(classes, shape[0], width, layers, heads)
+
+
+def _check_shape(name: str, shape: tuple[int, ...]) -> None:
+    if name in _ANY or name not in networks:
+        return
+    takes, dimensions = _TAKES.get(name, ("", 3))
+    sizes = _SIZES.get(name, ())
+    if not takes:
+        takes = f"{' or '.join(f'{s}x{s}' for s in sizes) or '(channels, height, width)'} images"
+    if len(shape) != dimensions or (sizes and shape[1] not in sizes) or (name == "cnn1d" and shape[1] < 4):
+        raise UserError(f"model {name!r} takes {takes}; this data has inputs of shape {tuple(shape)}")
+
+
 def build(
     name: str,
     shape: tuple[int, ...],
@@ -190,9 +271,7 @@ def build(
     It is called with `settings`, and with `shape` (of one input) and `classes` where it takes them.
     """
     builder = networks[name]
-    if name in networks and name not in _ANY and (len(shape) != 3 or shape[1] not in _SIZES.get(name, (shape[1],))):
-        sizes = " or ".join(f"{s}x{s}" for s in _SIZES.get(name, ())) or "(channels, height, width)"
-        raise UserError(f"model {name!r} takes {sizes} images; this data has inputs of shape {tuple(shape)}")
+    _check_shape(name, shape)
     known = inspect.signature(builder).parameters
     offered = {"shape": tuple(shape), "classes": classes}
     given = {key: value for key, value in offered.items() if key in known} | dict(settings)

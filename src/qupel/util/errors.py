@@ -7,6 +7,13 @@ class UserError(ValueError):
     """Something the user can mend. The message says what is wrong, where, and what is allowed.
 
     The command line prints it as one line and exits with code 2; any other exception is a bug and keeps its traceback.
+
+    >>> import qupel
+    >>> try:
+    ...     qupel.fit(None, [])
+    ... except qupel.UserError as e:
+    ...     print(e)
+    clients: at least one is needed
     """
 
 

@@ -14,7 +14,6 @@ import difflib
 import inspect
 import json
 import pkgutil
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -219,7 +218,7 @@ def as_table(part: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _hints(cls: Any) -> dict[str, Any]:
-    return get_type_hints(cls, vars(sys.modules[cls.__module__]))
+    return get_type_hints(cls)  # names are looked up where each class of its bases is written
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

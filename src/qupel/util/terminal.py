@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -78,11 +78,14 @@ def number_table(head: list[str], body: list[list[str]], title: str = "") -> Tab
 
 
 class Watcher:
-    """A progress bar on a terminal, plain lines elsewhere."""
+    """A progress bar on a terminal, one line that changes in a notebook, plain lines elsewhere.
 
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-        self.live = out.is_terminal
+    rounds: in all; 0: as many as the first that is told says. lines: whether there are plain lines; live: a bar.
+    """
+
+    def __init__(self, rounds: int, lines: bool = True, live: bool = True) -> None:
+        self.rounds, self.lines = rounds, lines
+        self.live, self.notebook = live and out.is_terminal, live and out.is_jupyter
         self.done: dict[str, int] = {}
         columns = [TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn()]
         self.bar = Progress(*columns, TimeRemainingColumn(), console=out, transient=True)
@@ -90,12 +93,23 @@ class Watcher:
     def __enter__(self) -> Watcher:
         if self.live:
             self.bar.start()
-            self.task = self.bar.add_task("starting", total=self.rounds)
+            self.task = self.bar.add_task("starting", total=self.rounds or None)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.live:
             self.bar.stop()
+        if self.notebook and self.done:
+            print()
+
+    def both(self, cell: Any, watch: Callable[[Any], None]) -> Callable[[Any], None]:
+        """What tells here and there."""
+
+        def tell(progress: Any) -> None:
+            self.tell(cell, progress)
+            watch(progress)
+
+        return tell
 
     def tell(self, cell: Any, progress: Any) -> None:
         self.done[cell.name] = progress.round
@@ -104,18 +118,30 @@ class Watcher:
             err.print(f"round {progress.round}: refused {shown(refusal)}", highlight=False)
         for note in progress.notes:
             err.print(f"round {progress.round}: {shown(note, 1000)}", highlight=False, soft_wrap=True)
-        if self.live:
-            seen = f"  {100 * line['test']:.1f} %" if line else ""
+        if self.live or self.notebook:
             loss = losses_text(progress.loss, progress.loss_quantized, 3)
-            text = f"{cell.label}, seed {cell.seed}{loss}{seen}"
-            self.bar.update(self.task, completed=sum(self.done.values()), description=shown(text, 46))
-        elif line:
+            text = f"{cell.label}, seed {cell.seed}{loss}{_score_text(line, 1)}"
+            done, total = sum(self.done.values()), self.rounds or progress.rounds
+            if self.live:
+                self.bar.update(self.task, completed=done, total=total, description=shown(text, 46))
+            else:
+                print(f"\r{plain(text, 60):60} {done}/{total}", end="", flush=True)
+        elif line and self.lines:
             sent = f"  {line['upload_bytes'] / 1e6:.2f} MB sent per client" if line["upload_bytes"] else ""
             head = f"{shown(cell.label)}, seed {cell.seed}: round {progress.round}/{progress.rounds}"
             loss = losses_text(line.get("train_loss", math.nan), line.get("train_loss_quantized", math.nan))
-            out.print(f"{head}{loss}  test {100 * line['test']:.2f} %{sent}", highlight=False)
+            out.print(f"{head}{loss}{_score_text(line, 2, '  test')}{sent}", highlight=False)
         if line and progress.round == progress.rounds and line.get("never_took_part"):
             err.print(f"{shown(cell.label)}, seed {cell.seed}: {never_text(line)}", highlight=False)
+
+
+def _score_text(line: dict[str, Any] | None, digits: int, before: str = " ") -> str:
+    """The mean score of a line of metrics, where there is one: a share in percent, another number as it is."""
+    if not line or "test" not in line:
+        return ""
+    score, told = line["test"], line.get("over_clients", {}).get("test")
+    percent = told["percent"] if told else score != line.get("test_loss")
+    return f"{before} {100 * score:.{digits}f} %" if percent else f"{before} {score:.4g}"
 
 
 def losses_text(x: float, quantized: float, digits: int = 4) -> str:

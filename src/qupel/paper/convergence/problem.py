@@ -22,7 +22,7 @@ from qupel.paper.diagnostics import ClientLoss
 from qupel.paper.theory import LossConstants, estimate_constants, regression_constants
 from qupel.parts.base import State
 from qupel.parts.quantizers.prox import Prox
-from qupel.tasks.task import ModuleTask
+from qupel.tasks.task import Batch, ModuleTask
 from qupel.util.errors import UserError
 
 Arrays = tuple[Tensor, Tensor]  # inputs (N, p), labels (N,)
@@ -65,7 +65,9 @@ def build(config: ProblemConfig, shares: Sequence[float] = (0.0,)) -> Problem:
     module = _network(config)
     layout = Layout.of(module, torch.float64)
     plan = plan_bits(layout, config.bits, config.layers or layout.weights)
-    losses = [ClientLoss(ModuleTask(module, F.cross_entropy, torch.float64), [rows], config.mu) for rows in clients]
+    losses = [
+        ClientLoss(ModuleTask(module, F.cross_entropy, torch.float64), [Batch(*rows)], config.mu) for rows in clients
+    ]
     x = layout.flatten(module)
     if config.hidden:
         found = [_estimate(config, loss, layout, plan, x) for loss in losses]
@@ -95,10 +97,11 @@ def _rows(config: ProblemConfig, client: int, share: float) -> Arrays:
 def _digits(classes: int, features: int) -> Arrays:
     """scikit-learn's digits of the first classes in whitened principal components: mean 0, covariance 1."""
     train = sources.load("digits").train
-    keep = train.targets < classes
-    a = train.inputs[keep].flatten(1).double()
+    inputs, targets, _ = train.read(slice(0, len(train)))
+    keep = targets < classes
+    a = inputs[keep].flatten(1).double()
     u, _, _ = torch.linalg.svd(a - a.mean(0), full_matrices=False)
-    return u[:, :features] * len(u) ** 0.5, train.targets[keep]
+    return u[:, :features] * len(u) ** 0.5, targets[keep]
 
 
 def _network(config: ProblemConfig) -> nn.Module:

@@ -15,6 +15,9 @@ What a class may say of its method beside these, with the default in brackets:
     any_network  whether x may be of another network than w                                    [False]
     models       how many of the rows are models, the first ones; the server averages others   [all]
     tie(time)    lambda_p, the pull between x and w, for diagnostics                           [0]
+    adapt(state, problem, batches, clock) -> state
+                 a last look at the client's own training data before its model is judged or
+                 shipped; nothing of it is kept                                                [none]
 
 The smallest one, with which every client trains the shared model for itself and nothing is sent:
 
@@ -31,6 +34,7 @@ The smallest one, with which every client trains the shared model for itself and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
@@ -121,6 +125,12 @@ def tie(method: Method, time: float) -> float:
     """lambda_p at a time, 0 where nothing pulls x to w."""
     pull = getattr(method, "tie", None)
     return pull(time) if pull is not None else 0.0
+
+
+def adapted(method: Method, state: Any, problem: Problem, batches: Iterable[Batch], clock: Clock) -> Any:
+    """The state whose model is judged and shipped: itself, but for a method that adapts it to the client's data."""
+    adapt = getattr(method, "adapt", None)
+    return adapt(state, problem, batches, clock) if adapt is not None else state
 
 
 def quantized_step(

@@ -34,6 +34,7 @@ class IFCA:
     """k = argmin_j f_i(w_j) on the round's first batch;  tau steps from w_k;  w_j = mean over the clients that chose j.
 
     The models start at the first one, all but one of them with noise of `spread` times the deviation of its weights.
+    HypCluster (Mansour, Mohri, Ro, Suresh, 2020) is the same alternation and not here a second time.
     """
 
     state_type: ClassVar[type[State]] = ClusterState

@@ -21,10 +21,11 @@ from qupel.tasks.task import Batch, Task
 class Afterwards:
     """Steps on f alone; what ships is Q_c(x) with c placed on the trained layer.
 
-    init: `range` (nearest point of the min-max grid), `kmeans`, ...
+    init: `range` (nearest point of the min-max grid), `kmeans`, `aciq` (an even grid that clips where a Laplace
+    distribution asks for it: Banner, Nahshan, Soudry, NeurIPS 2019), ...
     """
 
-    init: Literal["range", "kmeans", "quantile", "paper"] = "kmeans"
+    init: Literal["range", "kmeans", "quantile", "paper", "aciq"] = "kmeans"
 
     def start(self, before: State, plan: Plan, layout: Layout) -> tuple[Tensor, Codebook]:
         return before.x, start_codebook(layout, before.x, plan, self.init)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qupel.core.codebook import Codebook, Codes, Layer, Plan, start_codebook
 from qupel.core.layout import Layout
-from qupel.core.quantize import center_gradient, counts
+from qupel.core.quantize import assign, center_gradient, counts
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, State
 from qupel.tasks.task import Batch, Task
@@ -65,6 +65,15 @@ def descend_at(x: Tensor, task: Task, batch: Batch) -> Descent:
     return Descent(found.gradient, Info(loss=found.loss))
 
 
+def straight_through(x: Tensor, codebook: Codebook, task: Task, batch: Batch) -> Descent:
+    """The gradient of f at Q_c(x), for x as it is; without levels that of f at x."""
+    if not codebook:
+        return descend_at(x, task, batch)
+    near = codebook.nearest(x)
+    found = task.gradient(near.q, batch)
+    return Descent(found.gradient, Info(quantized_loss=found.loss), near.codes)
+
+
 def nearest_levels(x: Tensor, codebook: Codebook) -> Deployed:
     """Q_c(x): what every quantizer with levels of its own ships."""
     return Deployed(codebook.hard(x), codebook)
@@ -103,6 +112,14 @@ def lloyd(layer: Layer, x: Tensor, codes: Tensor) -> Tensor:
     n = counts(codes, layer.centers.shape[-1])  # (..., m)
     means = center_gradient(layer.of(x), codes, layer.centers.shape[-1]) / n.clamp(min=1)
     return torch.where(n > 0, means, layer.centers).sort().values
+
+
+def best_levels(layer: Layer, x: Tensor) -> Tensor:
+    """Toward the levels nearest to a layer. Two: -s, +s with s = mean |x|, at once; more: one Lloyd step. (..., m)."""
+    if layer.centers.shape[-1] > 2:
+        return lloyd(layer, x, assign(layer.of(x), layer.centers))
+    s = layer.of(x).abs().mean(-1)  # (...)
+    return torch.stack((-s, s), -1)
 
 
 def zeros(codebook: Codebook) -> Sequence[Tensor]:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from qupel.core.codebook import Codebook, Layer, Plan, start_codebook
+from qupel.core.codebook import Codebook, Plan, start_codebook
 from qupel.core.layout import Layout
-from qupel.core.quantize import assign
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, State
-from qupel.parts.quantizers.base import Descent, descend_at, lloyd, nearest_levels, quantizers
+from qupel.parts.quantizers.base import (
+    Descent,
+    best_levels,
+    descend_at,
+    nearest_levels,
+    quantizers,
+    straight_through,
+)
 from qupel.tasks.task import Batch, Task
 
 
@@ -32,16 +37,15 @@ class BinaryRelax:
         return before.x, self._project(before.x, start_codebook(layout, before.x, plan, "kmeans"))
 
     def _project(self, y: Tensor, codebook: Codebook) -> Codebook:
-        return codebook.with_centers(_best_centers(layer, y) for layer in codebook.layers)
+        return codebook.with_centers(best_levels(layer, y) for layer in codebook.layers)
 
     def gradient(self, x: Tensor, codebook: Codebook, task: Task, batch: Batch, clock: Clock) -> Descent:
         if not codebook:
             return descend_at(x, task, batch)
-        lam, q = self.lam(clock.time), codebook.hard(x)
+        lam = self.lam(clock.time)
         if math.isinf(lam):
-            found = task.gradient(q, batch)
-            return Descent(found.gradient, Info(quantized_loss=found.loss))
-        found = task.gradient((x + lam * q) / (1 + lam), batch)
+            return straight_through(x, codebook, task, batch)
+        found = task.gradient((x + lam * codebook.hard(x)) / (1 + lam), batch)
         return Descent(found.gradient, Info(more={"relaxed_loss": found.loss}))
 
     def settle(
@@ -51,11 +55,3 @@ class BinaryRelax:
 
     def deployed(self, x: Tensor, codebook: Codebook) -> Deployed:
         return nearest_levels(x, codebook)
-
-
-def _best_centers(layer: Layer, y: Tensor) -> Tensor:
-    """1 bit: -s, +s with s = mean |y|, the exact projection. More: one Lloyd step. (..., m)."""
-    if layer.centers.shape[-1] > 2:
-        return lloyd(layer, y, assign(layer.of(y), layer.centers))
-    s = layer.of(y).abs().mean(-1)  # (...)
-    return torch.stack((-s, s), -1)

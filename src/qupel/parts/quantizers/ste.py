@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -13,12 +13,12 @@ from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, State
 from qupel.parts.quantizers.base import (
     Descent,
-    descend_at,
     keep_or_place,
     level_gradients,
     lloyd,
     nearest_levels,
     quantizers,
+    straight_through,
 )
 from qupel.tasks.task import Batch, Task
 
@@ -40,12 +40,8 @@ class StraightThrough:
         return before.x, keep_or_place(before, plan, layout, self.init)
 
     def gradient(self, x: Tensor, codebook: Codebook, task: Task, batch: Batch, clock: Clock) -> Descent:
-        if not codebook:
-            return descend_at(x, task, batch)
-        near = codebook.nearest(x)
-        found = task.gradient(near.q, batch)
-        h = level_gradients(codebook, near.codes, found.gradient, "mean")
-        return Descent(found.gradient, Info(quantized_loss=found.loss), near.codes, h)
+        found = straight_through(x, codebook, task, batch)
+        return replace(found, levels=level_gradients(codebook, found.codes, found.gradient, "mean"))
 
     def settle(
         self, y: Tensor, codebook: Codebook, descent: Descent, task: Task, batch: Batch, eta1: Schedule, clock: Clock

@@ -64,5 +64,52 @@ def add(so_far: Sum | None, upload: Upload, share: float) -> Sum:
     return so_far
 
 
+Columns = list[list[Tensor]]  # per row of the model, what clients sent of it
+
+
+def collect(so_far: Columns | None, upload: Upload) -> Columns:
+    """One upload more, kept whole, for servers that look at all of them; a row of share 0 was not sent."""
+    sent = [True] * len(upload.rows) if upload.shares is None else (upload.shares > 0).tolist()
+    columns = [[] for _ in upload.rows] if so_far is None else so_far
+    for column, row, counts in zip(columns, upload.rows, sent, strict=True):
+        column.extend([row.clone()] if counts else [])
+    return columns
+
+
 def zeros_like(w: Rows) -> ServerState:
     return tuple(torch.zeros_like(row) for row in w)
+
+
+class Adaptive:
+    """The functions of FedAdam, FedYogi and FedAdagrad (Reddi et al., ICLR 2021, Algorithm 2). With D = mean - w:
+
+        m <- beta1 m + (1 - beta1) D,   v <- second(v, D^2),   w <- w + rate m / (sqrt(v) + tau)
+
+    v starts at tau^2. The paper's form has no bias correction.
+    """
+
+    rate: float
+    beta1: float
+    tau: float
+
+    def second(self, v: Tensor, square: Tensor) -> Tensor:
+        """The next v."""
+        raise NotImplementedError
+
+    def start(self, w: Rows) -> ServerState:
+        return (*zeros_like(w), *(torch.full_like(row, self.tau**2) for row in w))
+
+    def send(self, w: Rows, state: ServerState) -> Rows:
+        return w
+
+    def add(self, so_far: Sum | None, upload: Upload, share: float) -> Sum:
+        return add(so_far, upload, share)
+
+    def finish(self, w: Rows, so_far: Sum, state: ServerState) -> tuple[Rows, ServerState]:
+        r, new, first, squares = len(w), [], [], []
+        for mean, old, m, v in zip(so_far.mean(w), w, state[:r], state[r:], strict=True):
+            difference = mean - old
+            first.append(self.beta1 * m + (1 - self.beta1) * difference)
+            squares.append(self.second(v, difference.square()))
+            new.append(old + self.rate * first[-1] / (squares[-1].sqrt() + self.tau))
+        return tuple(new), (*first, *squares)

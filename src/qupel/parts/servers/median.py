@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qupel.parts.base import Rows, Upload
-from qupel.parts.servers.base import ServerState, servers
+from qupel.parts.servers.base import Columns, ServerState, collect, servers
 
 
 @servers.register("median", paper="Yin, Chen, Ramchandran, Bartlett, ICML 2018")
@@ -25,14 +25,10 @@ class Median:
     def send(self, w: Rows, state: ServerState) -> Rows:
         return w
 
-    def add(self, so_far: list[list[Tensor]] | None, upload: Upload, share: float) -> list[list[Tensor]]:
-        sent = [True] * len(upload.rows) if upload.shares is None else (upload.shares > 0).tolist()
-        columns = [[] for _ in upload.rows] if so_far is None else so_far
-        for column, row, counts in zip(columns, upload.rows, sent, strict=True):
-            column.extend([row.clone()] if counts else [])
-        return columns
+    def add(self, so_far: Columns | None, upload: Upload, share: float) -> Columns:
+        return collect(so_far, upload)
 
-    def finish(self, w: Rows, so_far: list[list[Tensor]], state: ServerState) -> tuple[Rows, ServerState]:
+    def finish(self, w: Rows, so_far: Columns, state: ServerState) -> tuple[Rows, ServerState]:
         return tuple(_median(column) if column else old for column, old in zip(so_far, w, strict=True)), state
 
 
