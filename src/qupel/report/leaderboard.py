@@ -23,19 +23,19 @@ from qupel.util.files import read_json, write_atomic
 
 ABOUT, CHOSEN, FAILED = "compare.json", "search.json", "failed.json"
 NUMBERS, TEXT, PAGE = "leaderboard.json", "leaderboard.md", "leaderboard.html"
-ROW = ("seeds", "mean", "std", "worst", "spread", "model_bytes", "file_bytes", "seconds", "unseen")
+ROW = ("seeds", "mean", "std", "worst", "spread", "model_bytes", "file_bytes", "unseen")
 TESTED = ("gain", "low", "high", "p")
 Cell = dict[str, Any]
 Federation = dict[str, Any]
 
 WORDS = (
-    "Clients of one seed share class draws, a first model and a federation, so they do not count as so many "
-    "experiments: " + significance.WORDS + "."
+    "Clients of one seed share class draws, a first model and a federation, and are not independent: differences are "
+    "tested over seeds alone. p: " + significance.WORDS + "."
 )
 READ = (
     "mean ± std over seeds of the mean over clients; worst 10%: the mean of the worst tenth of the clients; unseen: "
     "clients kept out of training, after adaptation; file: bytes of a client's model file; sent: bytes that a client "
-    "sends in the whole run; seconds: of a seed, on the machine named below, with the training before an afterwards"
+    "sends in the whole run; seconds: of a seed, on the machine named below, with all that it shares with others"
 )
 
 
@@ -105,6 +105,7 @@ def _cells(column: str, results: Sequence[Result], m: Measure, federation: str, 
         told = row.told()
         cell |= {key: known(told.get(key)) for key in ROW}
         cell |= {key: known(told[key]) if reference else None for key in TESTED}
+        cell["seconds"] = sum(r["lines"][-1]["seconds"] for r in mine) / len(mine)  # a warm-up that is shared, too
         cell["sent_bytes"] = sum(map(sent, mine)) / len(mine)
         cell["by_seed"] = {str(r["seed"]): known(m.of(r["lines"][-1])) for r in mine}
         words = ["qupel", "compare", about["file"], "--out", "again"]
@@ -137,24 +138,21 @@ def shown_bits(bits: int) -> str:
 
 
 def sentence(federation: Federation, reference: str) -> str:
-    """Where another method wins, and where none does, at every number of bits."""
-    m, parts = measure_of(federation), []
+    """Where another method wins, and where none does."""
+    m, parts, best = measure_of(federation), [], []
     for bits in dict.fromkeys(c["bits"] for c in federation["cells"]):
         here = [c for c in federation["cells"] if c["bits"] == bits and c["mean"] is not None]
         ours = next((c for c in here if c["method"] == reference), None)
-        if ours is None:
-            best = (max if m.higher else min)(here, key=lambda c: c["mean"], default=None)
-            parts += [f"at {shown_bits(bits)} {best['method']} is best ({m.said(best['mean'])})"] if best else []
-            continue
-        above = [c for c in here if c["gain"] is not None and c["gain"] < 0]
-        above.sort(key=lambda c: c["gain"])
-        if not above:
-            others = "no other method ends above it" if len(here) > 1 else "it stands alone"
-            parts.append(f"at {shown_bits(bits)} {reference} reaches {m.said(ours['mean'])} and {others}")
-            continue
-        told = [f"{name(c)} by {_apart(c, m)}" for c in above[:3]]
-        more = f" and {len(above) - 3} more" if len(above) > 3 else ""
-        parts.append(f"at {shown_bits(bits)} {', '.join(told)}{more} end{'s' * (len(above) == 1)} above {reference}")
+        above = sorted((c for c in here if c["gain"] is not None and c["gain"] < 0), key=lambda c: c["gain"])
+        if above:
+            first, *others = [f"by {_apart(c, m)}" for c in above[:3]]
+            told = [f"{name(above[0])} ends above {reference} {first}"]
+            told += [f"{name(c)} {by}" for c, by in zip(above[1:], others, strict=False)]
+            told += [f"{len(above) - 3} more do"] if len(above) > 3 else []
+            parts.append(f"at {shown_bits(bits)} {', '.join(told)}")
+        elif ours is not None and len(here) > 1:
+            best.append(f"at {shown_bits(bits)} ({m.said(ours['mean'])})")
+    parts += [f"no other method ends above {reference} {', '.join(best)}"] if best else []
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
@@ -222,8 +220,8 @@ def _texts(c: Cell, m: Measure) -> list[tuple[str, float | str | None]]:
 def gain_words(board: dict[str, Any]) -> str:
     first = board["reference"]
     return (
-        f"gain: by how much {first} at the same bits is better than the method (points of a percentage), with its 95 % "
-        f"confidence interval; * p < 0.05, ** p < 0.01, *** p < 0.001. {WORDS}"
+        f"gain: by how much {first} at the same bits is better than the method (of percentages in points), with its "
+        f"95 % confidence interval; * p < 0.05, ** p < 0.01, *** p < 0.001"
     )
 
 
@@ -266,7 +264,7 @@ def about_words(federation: Federation) -> list[str]:
 
 
 def markdown(board: dict[str, Any]) -> str:
-    text = [f"# Leaderboard\n\n`qupel compare {board['file']}`\n\n{search_words(board)}\n"]
+    text = [f"# Leaderboard\n\n`qupel compare {board['file']}`\n\n{search_words(board)}\n\n{WORDS}\n"]
     for title, federation in board["federations"].items():
         head, body = table(federation)
         text.append(f"## {tables.markdown_text(title)}\n\n{tables.markdown_text(federation['facts'])}\n")
@@ -276,7 +274,7 @@ def markdown(board: dict[str, Any]) -> str:
         text.append(f"Machine: {tables.markdown_text(federation['machine'])}; {federation['finished']}.\n")
         if federation["search"]:
             text.append(tables.markdown(CHOSEN_HEAD, chosen_rows(federation)))
-    text.append(f"{tables.markdown_text(READ)}. {tables.markdown_text(gain_words(board))}\n")
+    text.append(f"{tables.markdown_text(READ)}; {tables.markdown_text(gain_words(board))}.\n")
     first = next((c for f in board["federations"].values() for c in f["cells"]), None)
     if first:
         text.append(f"One command repeats a cell; the page and {NUMBERS} have it for each:\n\n    {first['command']}\n")

@@ -24,10 +24,10 @@ def page(board: dict[str, Any]) -> str:
     parts = [
         "<h1>Leaderboard</h1>",
         f'<p class="soft"><code>qupel compare {escape(board["file"])}</code> · {links}</p>',
-        f"<p>{escape(numbers.search_words(board))}</p>",
-        f'<p class="legend">{escape(numbers.READ)}. {escape(numbers.gain_words(board))}</p>',
+        f"<p>{escape(numbers.search_words(board))} {escape(numbers.WORDS)}</p>",
         switches(c),
         *(_section(k, name, f, board["reference"]) for k, (name, f) in enumerate(found.items())),
+        f'<p class="legend">{escape(numbers.READ)}; {escape(numbers.gain_words(board))}.</p>',
     ]
     return document("QuPeL leaderboard", parts, c, told)
 

@@ -75,6 +75,9 @@ def facts(run: Run, named: bool) -> str:
         "dirichlet": f"{split['clients']} clients, Dirichlet({split['alpha']:g})",
         "groups": "a client for each group",
     }.get(split["kind"], f"{split['clients']} clients")
+    count = len(run.results[0]["lines"][-1].get("clients", {}).get("test", ()))
+    if count > 1 and count != split["clients"] and not split.get("unseen"):  # data that come as clients
+        clients = f"{count} clients"
     seeds = sorted({r["seed"] for r in run.results})
     models = dict.fromkeys(m.get("model") or c["model"]["name"] for m in c["methods"].values())
     parts = [c["data"]["name"], clients, " and ".join(models), f"{c['rounds']} rounds of {c['local_steps']} steps"]

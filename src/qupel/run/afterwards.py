@@ -69,7 +69,9 @@ def quantize_cell(config: Config, cell: Cell, out: Path) -> dict[str, Any]:
     }
     if "unseen" in result:
         result["unseen"] |= _unseen(config, cell, job, taken, folder, result["unseen"]["global"])
-    return {**result, "seconds": result["seconds"] + time.monotonic() - began}
+    spent = time.monotonic() - began
+    result["lines"][-1]["seconds"] += spent
+    return {**result, "seconds": result["seconds"] + spent}
 
 
 def _quantized(job: Job, models: Path, prefix: str) -> tuple[list[Judged], list[Deployed]]:

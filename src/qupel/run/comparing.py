@@ -57,9 +57,10 @@ def run_comparison(
         found = search(c, federation, methods, out / SEARCH / federation, how) if c.sheet.search else {}
         config = c.config(federation, methods, {name: told["settings"] for name, told in found.items()})
         folder = out / federation
-        _run(config, folder, federation, how, part.has)
+        config = _opened(config, folder, how)
         if found:
             write_json(folder / leaderboard.CHOSEN, {**leaderboard.choices(folder), **found})
+        _run(config, folder, federation, how, part.has)
         leaderboard.write(leaderboard.gather(out), out)
     return out / leaderboard.PAGE
 
@@ -69,8 +70,8 @@ def search(c: Comparison, federation: str, methods: Sequence[str], folder: Path,
     ones the first. A trial that failed has reached nothing."""
     config, tried = c.trials(federation, methods)
     wanted = set(config.methods)
-    whole = _run(config, folder, f"{federation}, search", how, lambda label, seed: label in wanted)
-    higher, found = _higher_is_better(whole), {}
+    _run(_opened(config, folder, how), folder, f"{federation}, search", how, lambda label, seed: label in wanted)
+    higher, found = _higher_is_better(config), {}
     for name in methods:
         labels = [f"{name}{AT}trial {k}" for k in range(1, len(tried[name]) + 1)]
         reached = [_validation(folder, Cell(label, config.seeds[0])) for label in labels]
@@ -102,11 +103,16 @@ def _higher_is_better(config: Config) -> bool:
     return by == "accuracy" or (by is None and data_of(config).classes is not None)
 
 
-def _run(config: Config, folder: Path, what: str, how: How, wanted: Callable[[str, int], bool]) -> Config:
-    """Run the cells that are wanted and not done, in a directory that may hold others. Returns its whole config."""
+def _opened(config: Config, folder: Path, how: How) -> Config:
+    """The whole config of a directory that may hold other cells."""
     with own_folder(folder):
         config = grown(folder, config)
         open_folder(folder, config, True, how.other_versions)
+    return config
+
+
+def _run(config: Config, folder: Path, what: str, how: How, wanted: Callable[[str, int], bool]) -> None:
+    """Run the cells that are wanted and not done. One that fails is noted, and the others go on."""
     while True:
         failed = leaderboard.failures(folder)
         chosen = [cell for cell in cells(config) if wanted(cell.label, cell.seed) and not _lost(config, cell, failed)]
@@ -119,7 +125,7 @@ def _run(config: Config, folder: Path, what: str, how: How, wanted: Callable[[st
             first = next(cell for cell in left if not is_done(folder, cell))
             write_json(folder / leaderboard.FAILED, {**failed, first.name: str(e)})
             continue
-        return config
+        return
 
 
 def _lost(config: Config, cell: Cell, failed: Mapping[str, str]) -> bool:

@@ -66,7 +66,9 @@ class MethodConfig(Settings):
     recipe: str | None = Field(None, description="a name of `qupel methods`; its settings stand beside it")
     method: Part = Field(None, description="one method for all rounds, in place of a recipe")
     quantizer: Part = Field(None, description="of that method")
-    server: Part = Field(None, description="how uploads become the next w, of that method")
+    server: Part = Field(
+        None, description="how uploads become the next w: of that method, or of a recipe's FedAvg phases"
+    )
     phases: Phases | None = Field(None, description="methods one after another, each for some rounds")
     bits: Bits | tuple[Bits, ...] | None = Field(None, description="in place of the run's bits")
     model: str | None = Field(None, description="in place of the run's model.name")
@@ -84,8 +86,10 @@ class MethodConfig(Settings):
         ways = [name for name in ("recipe", "method", "phases") if getattr(self, name) is not None]
         if len(ways) != 1:
             raise ValueError("give either recipe, or method, or phases")
-        if self.method is None and (self.quantizer is not None or self.server is not None):
-            raise ValueError(f"quantizer and server go with method; {ways[0]} has its own")
+        if self.method is None and self.quantizer is not None:
+            raise ValueError(f"quantizer goes with method; {ways[0]} has its own")
+        if self.phases is not None and self.server is not None:
+            raise ValueError("server goes with method or recipe; phases have their own")
         if self.afterwards is not None and self.of is None:
             raise ValueError("afterwards goes with `of`, the method whose models are quantized")
         if self.method is not None:

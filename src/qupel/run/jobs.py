@@ -28,7 +28,9 @@ from qupel.engine.fingerprint import digest
 from qupel.engine.job import Job, standardized
 from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods.base import quantizer_of
+from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.phase import Phase
+from qupel.parts.servers import servers
 from qupel.run.config import Config, MethodConfig
 from qupel.run.recipes import Length, compose, find
 from qupel.tasks import zoo
@@ -265,7 +267,16 @@ def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> lis
     if method.recipe is None:
         assert method.method is not None
         return [compose(method.method, method.quantizer, method.server, method, length)]
-    return find(method.recipe).phases(method, length)
+    phases = find(method.recipe).phases(method, length)
+    return phases if method.server is None else with_server(phases, method.server, f"methods.{label}")
+
+
+def with_server(phases: Sequence[Phase], server: Any, where: str) -> list[Phase]:
+    """A recipe's phases, those of FedAvg with this server."""
+    made = servers.build(server, f"{where}.server")
+    if not any(isinstance(p.method, FedAvg) for p in phases):
+        raise UserError(f"{where}.server: its recipe has no FedAvg phase for one")
+    return [replace(p, server=made) if isinstance(p.method, FedAvg) else p for p in phases]
 
 
 def is_dense(phase: Phase) -> bool:
