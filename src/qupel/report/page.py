@@ -80,7 +80,12 @@ def facts(run: Run, named: bool) -> str:
         clients = f"{count} clients"
     seeds = sorted({r["seed"] for r in run.results})
     models = dict.fromkeys(m.get("model") or c["model"]["name"] for m in c["methods"].values())
-    parts = [c["data"]["name"], clients, " and ".join(models), f"{c['rounds']} rounds of {c['local_steps']} steps"]
+    parts = [
+        c["data"]["name"].rstrip("/").rpartition("/")[2],
+        clients,
+        " and ".join(models),
+        f"{c['rounds']} rounds of {c['local_steps']} steps",
+    ]
     parts.append(f"{len(seeds)} seed{'s' * (len(seeds) > 1)}")
     return (f"{run.name}: " if named else "") + " · ".join(parts)
 

@@ -257,7 +257,7 @@ def _quantized(where: str, table: dict[str, Any], methods: dict[str, Any]) -> di
     if more := set(table) - {"of", "afterwards", "bits"}:
         raise UserError(f"{where}: {sorted(more)[0]}: beside `of` there are bits and afterwards, nothing else")
     source = methods.get(str(table["of"]))
-    known = {k: v for k, v in source.items() if k not in table} if isinstance(source, dict) else {}
+    known = {k: v for k, v in source.items() if k not in ("bits", *table)} if isinstance(source, dict) else {}
     return {**(known or {"recipe": "fedavg"}), **table}  # a label that is not there is said of the whole config
 
 
