@@ -141,7 +141,7 @@ def test_engines_know_no_concrete_part():
 def test_the_path_of_an_import_is_followed():
     """This file's own tools: a module by any way of importing it, and nothing that only type checkers load."""
     assert "parts.servers.mean" in reached("engine.job")  # through parts.phase
-    assert {"tasks", "tasks.zoo"} <= GRAPH["run.config"]  # `from qupel.tasks import zoo`
+    assert {"tasks", "tasks.zoo"} <= GRAPH["run.sections"]  # `from qupel.tasks import zoo`
     hidden = ast.parse("if TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    import c\n")
     seen = [alias.name for node in statements(hidden) if isinstance(node, ast.Import) for alias in node.names]
     assert seen == ["b", "c"]

@@ -182,6 +182,13 @@ def test_the_committed_leaderboard_is_in_order():
         assert {len(t) for t in c.trials(federation, c.methods_of(federation))[1].values()} == {c.sheet.search.trials}
 
 
+def test_the_example_of_the_docs_is_in_order():
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "comparing.md").read_text(), re.S)
+    c = compare.parse(text, "docs")
+    assert len(jobs.cells(c.config("writers", c.methods_of("writers"), {}))) == 3 * 4 * 3
+    assert {len(t) for t in c.trials("writers", c.methods_of("writers"))[1].values()} == {4}
+
+
 # --- the search ---
 
 
