@@ -23,6 +23,7 @@ from qupel.parts.servers import servers
 from qupel.run import config as configs
 from qupel.run.experiment import run_experiment
 from qupel.run.jobs import build_job, cells
+from qupel.util.errors import UserError
 from tiny import beginning, same
 
 
@@ -226,9 +227,8 @@ def test_a_method_of_ones_own(tmp_path, my_parts, name):
     text = text.replace('name = "mlp"', 'name = "my_own_parts:net"\n[task]\nloss = "my_own_parts:half"')
     paths = bench.clients(tmp_path)
     run_folder = bench.request(tmp_path / "run", text, upload="my_own_parts:Reversed", minimum=2)
-    fleet = open_fleet(run_folder, Direct(paths))
-    with pytest.raises(RuntimeError, match=f"client 0: {DECLINED}; client 1: {DECLINED}"):
-        fleet.train(0, beginning(fleet.job).w, range(3))
+    with pytest.raises(UserError, match=f"client 0: {DECLINED}; client 1: {DECLINED}"):
+        open_fleet(run_folder, Direct(paths))  # at hello, before any round
     for path in paths:
         path.write_text(f'allow = ["my_own_parts"]\n{path.read_text()}')
     post = Direct(paths)
