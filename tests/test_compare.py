@@ -430,7 +430,13 @@ def test_columns_are_sorted_by_a_click(window, run, board):
     gain = window.run(head).index("gain")
     window.click(f"table.sortable thead th:nth-child({gain + 1}) button")
     assert window.run(column, gain)[-2:] == ["", ""]  # what has none comes last
-    assert window.run("return document.querySelectorAll('.chart circle.dot').length") == len(means)
+    dots = "return document.querySelectorAll('.chart circle.dot').length"
+    rows = "return document.querySelectorAll('table.sortable tbody tr:not([hidden])').length"
+    assert window.run(dots) == window.run(rows) == len(means)
+    window.click(".switches button[data-kind='variant'][data-index='0']")  # full precision
+    assert window.run(dots) == window.run(rows) == 2
+    window.click(".switches button[data-kind='family'][data-index='0']")  # qupel
+    assert window.run(dots) == window.run(rows) == 1
     assert window.requests() == [(run / leaderboard.PAGE).resolve().as_uri()]
     assert window.logs("browser") == []
 

@@ -423,7 +423,10 @@
   const measured = new Set(["accuracy", "clients", "sizes"]);
   const specOf = ({ dataset: { chart } }) =>
     measure && measure.value && measured.has(chart) ? page.charts[`${chart}:${measure.value}`] || { kind: "nothing" } : page.charts[chart];
-  const draw = () => hosts.forEach((host) => draws[specOf(host).kind](host, specOf(host), "small" in host.dataset));
+  const draw = () => {
+    hosts.forEach((host) => draws[specOf(host).kind](host, specOf(host), "small" in host.dataset));
+    document.querySelectorAll("tr[data-series]").forEach((row) => (row.hidden = !shown(+row.dataset.series)));
+  };
 
   document.querySelectorAll(".switches button").forEach((button) =>
     button.addEventListener("click", () => {
