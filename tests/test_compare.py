@@ -214,8 +214,10 @@ def test_permuted_test_labels_change_no_choice(run, tmp_path):
 
 def test_the_best_trial_is_chosen_and_one_that_fails_is_not(run, board):
     chosen = leaderboard.choices(run / "drawn")
-    for told in chosen.values():
-        reached = [-1 if t["validation"] is None else t["validation"] for t in told["trials"]]
+    for name, told in chosen.items():
+        logs = [run / f"search/drawn/cells/{name}-trial-{k}-s100/metrics.jsonl" for k in (1, 2)]
+        reached = [json.loads((log.read_text().splitlines() or ["{}"])[-1]).get("validation", -1) for log in logs]
+        assert [-1 if t["validation"] is None else t["validation"] for t in told["trials"]] == reached
         assert told["settings"] == told["trials"][int(np.argmax(reached))]["settings"]
     assert chosen["ditto"]["trials"][1]["validation"] is None
     assert "the loss is nan" in leaderboard.failures(run / "search" / "drawn")["ditto-trial-2-s100"]
