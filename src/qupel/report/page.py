@@ -75,9 +75,8 @@ def facts(run: Run, named: bool) -> str:
         "dirichlet": f"{split['clients']} clients, Dirichlet({split['alpha']:g})",
         "groups": "a client for each group",
     }.get(split["kind"], f"{split['clients']} clients")
-    count = len(run.results[0]["lines"][-1].get("clients", {}).get("test", ()))
-    if count > 1 and count != split["clients"] and not split.get("unseen"):  # data that come as clients
-        clients = f"{count} clients"
+    if owners := next((r["owners"] for r in run.results if r.get("owners")), 0):
+        clients = f"{owners} clients, each with its own data"
     seeds = sorted({r["seed"] for r in run.results})
     models = dict.fromkeys(m.get("model") or c["model"]["name"] for m in c["methods"].values())
     parts = [
@@ -87,7 +86,7 @@ def facts(run: Run, named: bool) -> str:
         f"{c['rounds']} rounds of {c['local_steps']} steps",
     ]
     parts.append(f"{len(seeds)} seed{'s' * (len(seeds) > 1)}")
-    return (f"{run.name}: " if named else "") + " · ".join(parts)
+    return (f"{run.name}: " if named else "") + " · ".join(filter(None, parts))
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:
