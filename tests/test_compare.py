@@ -18,7 +18,7 @@ from qupel.engine.rounds import Stopped
 from qupel.report import leaderboard
 from qupel.report.runs import place
 from qupel.run import compare, config, jobs
-from qupel.run.comparing import How, run_comparison
+from qupel.run.comparing import How, run_comparison, show_progress
 from qupel.run.experiment import run_experiment
 from qupel.util.errors import UserError
 
@@ -302,7 +302,7 @@ def test_only_full_precision_is_quantized_afterwards(data, tmp_path):
 # --- runs that stop, go on and grow ---
 
 
-def test_a_comparison_that_was_stopped_and_grew_is_the_same(run, board, data, tmp_path):
+def test_a_comparison_that_was_stopped_and_grew_is_the_same(run, board, data, tmp_path, capsys):
     c, out, looks = parse(data), tmp_path / "run", iter(range(100))
     run_comparison(c, out, only=["fedavgm", "seed 1"])
     with pytest.raises(UserError, match="already holds a comparison; add --resume"):
@@ -310,6 +310,10 @@ def test_a_comparison_that_was_stopped_and_grew_is_the_same(run, board, data, tm
     with pytest.raises(Stopped):
         run_comparison(c, out, resume=True, how=How(should_stop=lambda: next(looks) > 22))
     done = len(list(out.rglob("result.json")))
+    show_progress(c, out)
+    told = re.findall(r"(\d+) of (\d+) cells done", capsys.readouterr().out)
+    assert [int(cells) for _, cells in told] == [6, 15]
+    assert sum(int(n) for n, _ in told) == done
     run_comparison(c, out, resume=True)
     assert done < len(list(out.rglob("result.json"))) == len(list(run.rglob("result.json")))
     assert timeless(json.loads((out / leaderboard.NUMBERS).read_text())) == timeless(board)

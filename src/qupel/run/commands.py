@@ -72,6 +72,7 @@ def compare(
         typer.Option("--only", help='a part of it: a federation, a method, "2 bits", "seed 0"; several times'),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with what is in --out, or add to it")] = False,
+    status: Annotated[bool, typer.Option("--status", help="show what is done and what is left, run nothing")] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes (default: all cores)")] = None,
     data: Annotated[Path | None, typer.Option("--data", help="folder with the data sets (else QUPEL_DATA)")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; on a GPU all clients run in this process")] = "cpu",
@@ -82,11 +83,14 @@ def compare(
     """Compare methods on several federations; settings of each are chosen on validation data. Cells that are done are
     never run again."""
     from qupel.run.compare import load
-    from qupel.run.comparing import How, run_comparison
+    from qupel.run.comparing import How, run_comparison, show_progress
     from qupel.util.machine import available_cpus, check_device
 
     check_device(device)
     comparison = load(file, data)
+    if status:
+        show_progress(comparison, folder, only or ())
+        return
     with stop_requests() as should_stop:
         how = How(workers or available_cpus(), device, other_versions, _watched, should_stop)
         page = run_comparison(comparison, folder, only=only or (), resume=resume, how=how)

@@ -18,6 +18,7 @@ from qupel.run.config import Config
 from qupel.run.experiment import in_order, run_experiment
 from qupel.run.folder import is_done, open_folder, own_folder, read_config, result_file
 from qupel.run.jobs import Cell, cells, data_of, source_of
+from qupel.run.status import show_status
 from qupel.tasks.metrics import kind_of
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_json, write_sealed
@@ -63,6 +64,17 @@ def run_comparison(
         _run(config, folder, federation, how, part.has)
         leaderboard.write(leaderboard.gather(out), out)
     return out / leaderboard.PAGE
+
+
+def show_progress(c: Comparison, out: Path, only: Iterable[str] = ()) -> None:
+    """What is done and what is left of every federation, and of its search."""
+    for federation, methods in federations(c, Part.of(c, only)):
+        runs = {out / federation: c.config(federation, methods, {})}
+        if c.sheet.search:
+            runs = {out / SEARCH / federation: c.trials(federation, methods)[0], **runs}
+        for folder, config in runs.items():
+            known = read_config(folder).methods if (folder / "config.json").exists() else {}
+            show_status(folder, config.model_copy(update={"methods": {**config.methods, **known}}))
 
 
 def search(c: Comparison, federation: str, methods: Sequence[str], folder: Path, how: How) -> dict[str, Table]:
