@@ -144,7 +144,7 @@ def main() -> None:
             r = step_ratio(name, bits, options.steps)
             print(
                 f"{name:12} {bits:4} {r['two passes']:9.1f} ms {r['Algorithm 1']:12.3f} {r['QuPeL']:8.3f}"
-                f" {LIMIT[name]:6.2f} {r['one pass']:10.3f}"
+                f" {LIMIT[name]:6.2f} {r['one pass']:9.3f}"
             )
     if options.only:
         return
