@@ -31,6 +31,7 @@ DECLINED = "it declined; its own log says why"
 NO_WORKER = "its worker did not start; its own log says why"
 NO_QUESTION = "not a question this client understands"
 NO_CLASSES = "its data have no classes"
+NOT_ALLOWED = "the job names a module that its client.toml does not allow; its own log says which"
 REFUSALS = {  # of a private client (`ledger`)
     "round-answered": "a private client answers a round once, and has answered this one",
     "budget-spent": "a private client answers within its own max_rounds, max_epsilon and max_delta, which are spent",
@@ -44,6 +45,7 @@ SENTENCES = (
     NO_WORKER,
     NO_QUESTION,
     NO_CLASSES,
+    NOT_ALLOWED,
     "the server speaks protocol {}, this client {}",
     "client {} in a job for {} clients, numbered from 0",
     LAYOUT,

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from qupel.flower.boundary import Answer
 from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations, Undone
 from qupel.flower.ledger import Ledger
-from qupel.flower.task import PROTOCOL, ClientConfig, Task, plain_name
+from qupel.flower.task import PROTOCOL, ClientConfig, Task, Wanted
 from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
 from qupel.parts.base import Deployed, Rows, Upload, vector
 from qupel.run.adapt import Origin, adapt_clients, layout_hash
@@ -47,8 +47,9 @@ from qupel.run.jobs import Cell, assemble, build_model, build_plans, data_of, de
 from qupel.tasks import zoo
 from qupel.tasks.judge import Judge, Score, value
 from qupel.util.errors import UserError
-from qupel.util.registry import imports_limited_to
+from qupel.util.registry import NotAllowed, imports_limited_to
 
+W = TypeVar("W", bound=Wanted)
 MODEL = "model.safetensors"  # in the folder of the job
 
 
@@ -82,7 +83,7 @@ class Client:
         if kind == "hello":
             return self._hello(header), b""
         if kind == "adapt":
-            return LateJob(self.config, self._task(header["task"])).adapt(int(header["round"]), body), b""
+            return LateJob(self.config, self._allowed(Task, header["task"])).adapt(int(header["round"]), body), b""
         job = self._job(header["task"])
         round, undone = int(header["round"]), [(int(first), int(last)) for first, last in header["undone"]]
         w = job.rows(round, body)
@@ -101,23 +102,26 @@ class Client:
             raise UserError(boundary.NO_CLASSES)
         shape = self.data.shape
         layout = None
-        if "model" in header:  # before any round: whether both sides mean the same network
-            with imports_limited_to(self.config.allow):
-                name = plain_name(str(header["model"]))
-                zoo.networks[name]  # what is not allowed is refused here
-                with suppress(UserError):  # one that does not fit these data has no layout, and the server sees why
-                    layout = layout_hash(zoo.build(name, shape, self.data.classes, 0, dict(header["args"])))
+        if "wanted" in header:  # before any round: whether both sides have, and mean, the same
+            wanted = self._allowed(Wanted, header["wanted"])
+            with suppress(UserError):  # a network that does not fit these data has no layout, and the server sees why
+                layout = layout_hash(zoo.build(wanted.model, shape, self.data.classes, 0, wanted.args))
         return boundary.Hello(self.config.client, samples, shape, self.data.classes, layout)
 
-    def _task(self, described: Any) -> Task:
+    def _allowed(self, kind: type[W], described: Any) -> W:
+        """What a server describes, where all of its parts may be imported here."""
         try:
             with imports_limited_to(self.config.allow):  # a server says which parts, not which code is loaded
-                return Task.model_validate_json(json.dumps(described))
+                return kind.model_validate_json(json.dumps(described))
         except ValidationError as e:
-            raise UserError(f"the server's task: {explain(e)}") from None
+            said = f"the server's task: {explain(e)}"
+            if not any(isinstance(error.get("ctx", {}).get("error"), NotAllowed) for error in e.errors()):
+                raise UserError(said) from None
+            log(said)
+            raise UserError(boundary.NOT_ALLOWED) from None
 
     def _job(self, described: Any) -> ClientJob:
-        task = self._task(described)
+        task = self._allowed(Task, described)
         if self.job is None or self.job.task != task:
             self.job = ClientJob(self.config, task)
         return self.job

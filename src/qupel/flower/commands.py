@@ -260,9 +260,8 @@ def run(
     else:
         if target.exists():
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
-        request = Request(
-            job=f"{cell.name}-{secrets.token_hex(4)}", config=parsed, label=cell.label, seed=cell.seed, terms=terms
-        )
+        about: dict[str, Any] = {"label": cell.label, "seed": cell.seed, "terms": terms, "modules": config.resolve().parent}
+        request = Request(job=f"{cell.name}-{secrets.token_hex(4)}", config=parsed, **about)
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")

@@ -31,16 +31,15 @@ from qupel.engine.shard import Judged, Trained, screen
 from qupel.flower import boundary
 from qupel.flower.boundary import Answer, printable
 from qupel.flower.frames import Header
-from qupel.flower.task import PROTOCOL, Task
+from qupel.flower.task import PROTOCOL, Task, Wanted
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
 from qupel.parts.methods.base import sends
 from qupel.run.adapt import FILE, layout_hash, write_origin
-from qupel.run.config import Config, Strict
+from qupel.run.config import Config, Strict, find_modules_in
 from qupel.run.folder import origin_of
-from qupel.run.jobs import Cell, assemble, build_model, model_name
+from qupel.run.jobs import Cell, assemble, build_model
 from qupel.tasks.judge import Score
-from qupel.tasks.metrics import metrics
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_atomic, write_json
 
@@ -255,10 +254,14 @@ class Request(Strict):
     label: str
     seed: int
     terms: Terms
+    modules: Path | None = None  # where parts of one's own are: beside the config
 
     @classmethod
     def read(cls, folder: Path) -> Request:
-        return cls.model_validate_json((folder / "request.json").read_text())
+        raw = read_json(folder / "request.json")
+        if raw.get("modules"):
+            find_modules_in(Path(raw["modules"]))
+        return cls.model_validate_json(json.dumps(raw))
 
     def write(self, folder: Path) -> None:
         write_atomic(folder / "request.json", self.model_dump_json(indent=1) + "\n")
@@ -270,7 +273,7 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     terms = request.terms
     header = {"kind": "hello", "protocol": PROTOCOL, "seed": request.seed}
     cell = Cell(request.label, request.seed)
-    header |= {"model": model_name(request.config, cell), "args": request.config.model.args}
+    header["wanted"] = Wanted.of_config(request.config, cell).model_dump()
     limit = time.monotonic() + terms.patience
     hellos: dict[int, boundary.Hello] = {}
     for _ in range(TRIES):
@@ -316,11 +319,6 @@ def check_told(config: Config) -> None:
     """Clients tell a closed list of things: what a run needs beyond it cannot be had."""
     if config.diagnostics != "off":
         raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
-    own = [name for name in config.task.asked() if name not in metrics]
-    if own:
-        raise UserError(
-            f"task.metrics: clients on Flower tell built-in ones only ({', '.join(metrics)}), not {own[0]!r}"
-        )
     if config.data.standardize == "shared":
         raise UserError('data.standardize = "shared": clients on Flower tell nothing of their data; use "client"')
 

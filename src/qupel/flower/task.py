@@ -25,7 +25,7 @@ from qupel.run.config import (
     check_bits,
     check_model,
     explain,
-    find_modules_beside,
+    find_modules_in,
 )
 from qupel.run.jobs import Cell, model_name
 from qupel.tasks.losses import losses
@@ -35,7 +35,44 @@ from qupel.util.errors import UserError
 PROTOCOL: Literal[4] = 4  # of the messages between server and clients; both sides must agree
 
 
-class Task(Strict):
+class Wanted(Strict):
+    """What a job trains and is judged by, said at hello: a client that does not allow a part of it declines there."""
+
+    model: str
+    args: dict[str, Any] = Field({}, description="what the network is built with")
+    loss: str | None = None
+    metrics: tuple[str, ...] = Field((), max_length=MOST_METRICS, description="one number each is told, in this order")
+
+    @field_validator("model")
+    @classmethod
+    def _model(cls, value: str) -> str:
+        return check_model(plain_name(value))
+
+    @field_validator("loss")
+    @classmethod
+    def _loss(cls, value: str | None) -> str | None:
+        if value is not None:
+            losses[plain_name(value)]
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            metrics[plain_name(name)]
+        return value
+
+    @classmethod
+    def of_config(cls, config: Config, cell: Cell) -> Wanted:
+        return cls(
+            model=model_name(config, cell),
+            args=config.model.args,
+            loss=config.task.loss,
+            metrics=tuple(config.task.asked()),
+        )
+
+
+class Task(Wanted):
     """One job, in every message of it: a client that joins late or starts again needs nothing else but w.
 
     It holds no bits: how small a client's model gets is the client's own business. Nor does it hold the server's part
@@ -48,13 +85,7 @@ class Task(Strict):
     job: str = Field(pattern=f"^{JOB}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
-    model: str
-    args: dict[str, Any] = Field({}, description="what the network is built with")
     layout: str | None = Field(None, pattern=f"^{HASH}$", description="hash of the network's names and shapes")
-    loss: str | None = None
-    metrics: tuple[str, ...] = Field(
-        (), max_length=MOST_METRICS, description="names of built-in ones, told in this order"
-    )
     shape: tuple[int, ...]
     classes: int = Field(ge=1)
     clients: int = Field(ge=1)
@@ -72,39 +103,14 @@ class Task(Strict):
         codecs.build(plain_name(value), "upload")
         return value
 
-    @field_validator("model")
-    @classmethod
-    def _model(cls, value: str) -> str:
-        return check_model(plain_name(value))
-
-    @field_validator("metrics")
-    @classmethod
-    def _metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Only what is built in: what leaves a client is no stranger's function of its data."""
-        for name in value:
-            if name not in metrics:
-                raise ValueError(f"{name!r}: allowed are {', '.join(metrics)}")
-        return value
-
-    @field_validator("loss")
-    @classmethod
-    def _loss(cls, value: str | None) -> str | None:
-        if value is not None:
-            losses[plain_name(value)]
-        return value
-
     @classmethod
     def of(cls, job: Job, config: Config, cell: Cell, *, name: str, upload: str) -> Task:
         """What clients must know of the server's job."""
-        described = {
+        described = Wanted.of_config(config, cell).model_dump() | {
             "job": name,
             "label": cell.label,
             "seed": job.seed,
-            "model": model_name(config, cell),
-            "args": config.model.args,
             "layout": layout_hash(job.module),
-            "loss": config.task.loss,
-            "metrics": list(job.metrics),
             "shape": list(job.data.shape),
             "classes": job.data.classes,
             "clients": len(job.parts),
@@ -169,6 +175,7 @@ class ClientConfig(Strict):
     keep_days: float = Field(30, gt=0, description="states of jobs that nobody asks for this long go; models stay")
     nice: int = Field(0, ge=0, le=19)
     allow: tuple[str, ...] = Field((), description="modules of this machine that a job may name its parts from")
+    modules: Path | None = Field(None, description="a folder of modules, besides this file's own")
     privacy: Privacy | None = None
 
     @model_validator(mode="after")
@@ -193,9 +200,11 @@ def load_client(path: Path) -> ClientConfig:
         raise UserError(f"{path} is not TOML: {e}") from None
     except ValidationError as e:
         raise UserError(f"{path}: {explain(e)}") from None
-    if config.allow or ":" in config.data.name:
-        find_modules_beside(path)
     here, data = path.resolve().parent, config.data
+    if config.allow or ":" in data.name:
+        find_modules_in(here)
+        if config.modules is not None:
+            find_modules_in(here / config.modules.expanduser())
     own: dict[str, Any] = {"state": here / config.state}
     if data.name.endswith((".npz", "/")):
         own["data"] = data.model_copy(

@@ -197,7 +197,7 @@ def assemble(
         judge_by=config.task.judge_by or "",
     )
     job = standardized(job, config.data.standardize)
-    return job.with_phases(build_phases(method, config.rounds, job, cell.label))
+    return job.with_phases(build_phases(method, length_of(config, job)))
 
 
 def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
@@ -244,10 +244,13 @@ def describe(
     )
 
 
-def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> list[Phase]:
+def length_of(config: Config, job: Job) -> Length:
+    return Length(config.rounds, job.local_steps, job.steps_per_epoch)
+
+
+def build_phases(method: MethodConfig, length: Length) -> list[Phase]:
     if method.phases is not None:
         return list(method.phases)
-    length = Length(rounds, job.local_steps, job.steps_per_epoch)
     if method.recipe is None:
         assert method.method is not None
         return [compose(method.method, method.quantizer, method.server, method, length)]
@@ -268,7 +271,7 @@ def shared_rounds(config: Config, cell: Cell, job: Job) -> int:
     for label, method in config.methods.items():
         alike = (model_name(config, Cell(label, cell.seed)), method.steps_per_round(config.local_steps))
         if alike == (model_name(config, cell), job.local_steps):
-            first = next(p for p in build_phases(method, config.rounds, job, label) if p.rounds)
+            first = next(p for p in build_phases(method, length_of(config, job)) if p.rounds)
             if (first.method, first.server) == (mine.method, mine.server):
                 shared = min(shared, first.rounds)
     return shared if shared < job.rounds else 0
