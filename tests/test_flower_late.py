@@ -160,12 +160,20 @@ def test_a_client_compares_it_with_every_task(tmp_path):
     assert header == {"error": f"the server's network has layout {'f' * 16}, this client's {fleet.task.layout}"}
 
 
-def test_what_is_not_allowed_is_not_imported_at_hello(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"model": "late_nets:Net"},
+        {"model": "mlp", "loss": "late_nets:loss"},
+        {"model": "mlp", "metrics": ["macro_f1", "late_nets:metric"]},
+    ],
+)
+def test_what_is_not_allowed_is_not_imported_at_hello(tmp_path, monkeypatch, wanted):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "late_nets.py").write_text("raise SystemExit('imported')\n")
     client = Client(load_client(bench.clients(tmp_path, 1)[0]))
-    header, _ = client.answer(question("hello") | {"model": "late_nets:Net", "args": {}}, b"")
-    assert header == {"error": boundary.DECLINED}
+    header, _ = client.answer(question("hello") | {"wanted": wanted}, b"")
+    assert header == {"error": boundary.NOT_ALLOWED}
     assert "late_nets" not in sys.modules
 
 

@@ -306,7 +306,7 @@ def test_workers_of_a_supernode_that_is_gone(made, gone):
     ("options", "words"),
     [
         (("--upload", "zip"), "--upload: unknown codec 'zip'; allowed: fp16, fp32, int8"),
-        (("--set", 'task.metrics=["operator:sub"]'), "task.metrics: clients on Flower tell built-in ones only"),
+        (("--set", 'task.metrics=["operators:sub"]'), "metric 'operators:sub': no module 'operators'"),
         (("--set", "diagnostics=cheap"), "diagnostics: clients on Flower tell scores only"),
         (("--set", "model.start=x.safetensors"), "model.start: a federation on Flower starts from the model's name"),
     ],

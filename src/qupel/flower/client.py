@@ -257,7 +257,7 @@ class ClientJob(LateJob):
         self.generations.upto(round, undone)
         (judged,) = self.shard.evaluate(round, w, [self.client])
         scores = (*sayable(judged.test), *sayable(judged.validation), *sayable(judged.float_test))
-        size = (judged.bytes or 0, judged.bits or 0.0, judged.dead or 0)
+        size = (judged.bytes or 0, judged.bits or 0.0, judged.dead or 0, judged.test.count)
         more = (self._more(score) for score in (judged.test, judged.validation, judged.float_test))
         return boundary.Scores(self.client, round, *scores, *size, *more)
 

@@ -51,16 +51,20 @@ def init(
     venv: Annotated[str, typer.Option(help="where QuPeL is installed on the machines")] = "/opt/qupel",
 ) -> None:
     """Write a ready federation: certificates, keys, start commands, systemd units, client configs, the proxy rule."""
-    made = _init(folder, clients, address, config, venv)
+    made, said = _init(folder, clients, address, config, venv)
     out.print(
         f"{shown(made.folder)}: server/ stays here, clients/client-0 to client-{clients - 1} go to their machines"
     )
+    if said:
+        out.print(said, markup=False, highlight=False, soft_wrap=True)
     out.print("[dim]a try-out on this machine: qupel flower up; real machines: docs/deploy.md[/dim]")
 
 
-def _init(folder: Path, clients: int, address: str, config: Path | None, venv: str) -> Federation:
+def _init(folder: Path, clients: int, address: str, config: Path | None, venv: str) -> tuple[Federation, str]:
+    """The federation, and what there is to say of modules of one's own."""
     require_flower()
     from qupel.flower import folder as folders
+    from qupel.flower.task import named_modules
     from qupel.run import config as configs
 
     host, _, port = address.rpartition(":")
@@ -68,7 +72,14 @@ def _init(folder: Path, clients: int, address: str, config: Path | None, venv: s
         raise UserError(f"--address {address!r}: expected HOST:PORT, e.g. flower.example.org:8443")
     text = DEFAULT_CONFIG.format(clients=clients)
     parsed = configs.load(config) if config else configs.parse(text, "the default")
-    return folders.init(folder, clients, host.strip("[]"), int(port), parsed, venv)
+    host, beside = host.strip("[]"), config.resolve().parent if config else None
+    made = folders.init(folder, clients, host, int(port), parsed, venv, beside)
+    if not (named := named_modules(parsed)):
+        return made, ""
+    allow = f"allow = {json.dumps(named)}"
+    if folders.is_here(host):
+        return made, f"a try-out: every client.toml has {allow}, of {beside}"
+    return made, f"the config names modules of its own: owners that agree write {allow} into their client.toml"
 
 
 @app.command()
@@ -83,7 +94,9 @@ def up(
     from qupel.flower.folder import Federation
 
     if not (folder / "federation.json").exists():
-        _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
+        _, said = _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
+        if said:
+            out.print(said, markup=False, highlight=False, soft_wrap=True)
     federation = Federation.open(folder)
     _connected(
         tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{shown(text)}[/dim]"))
@@ -260,7 +273,12 @@ def run(
     else:
         if target.exists():
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
-        about: dict[str, Any] = {"label": cell.label, "seed": cell.seed, "terms": terms, "modules": config.resolve().parent}
+        about: dict[str, Any] = {
+            "label": cell.label,
+            "seed": cell.seed,
+            "terms": terms,
+            "modules": config.resolve().parent,
+        }
         request = Request(job=f"{cell.name}-{secrets.token_hex(4)}", config=parsed, **about)
         target.mkdir(parents=True)
     request.write(target)

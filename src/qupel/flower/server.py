@@ -210,6 +210,7 @@ def judged_of(heard: boundary.PrivateScores, metrics: Sequence[str] = ()) -> Jud
         unsaid = Score(math.nan, None, 0)
         return Judged(heard.client, unsaid, unsaid, unsaid, None, None, None)
     test = score(heard.test, heard.test_loss, metrics, heard.test_metrics)
+    test = replace(test, count=min(test.count, 1) * max(1, heard.tested))
     validation = score(heard.validation, heard.validation_loss, metrics, heard.validation_metrics)
     float_test = score(heard.float_test, heard.float_test_loss, metrics, heard.float_test_metrics)
     return Judged(heard.client, test, validation, float_test, heard.bytes, heard.bits, heard.dead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.flower.boundary import HASH, JOB, MOST_METRICS
 from qupel.parts.codecs import codecs
+from qupel.parts.phase import Phase
 from qupel.parts.servers.mean import Mean
 from qupel.run.adapt import layout_hash
 from qupel.run.config import (
@@ -27,7 +29,8 @@ from qupel.run.config import (
     explain,
     find_modules_in,
 )
-from qupel.run.jobs import Cell, model_name
+from qupel.run.jobs import Cell, build_phases, model_name
+from qupel.run.recipes import Length
 from qupel.tasks.losses import losses
 from qupel.tasks.metrics import metrics
 from qupel.util.errors import UserError
@@ -72,6 +75,27 @@ class Wanted(Strict):
         )
 
 
+def named_modules(config: Config) -> list[str]:
+    """The modules that jobs of a config name their parts from: what clients must allow."""
+    found: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value):
+            found.add(value.partition(":")[0])
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            walk(inner)
+
+    for label, method in config.methods.items():
+        walk(Wanted.of_config(config, Cell(label, 0)).model_dump(exclude={"args"}))
+        walk([sent(phase) for phase in build_phases(method, Length(config.rounds, config.local_steps, 1))])
+    return sorted(found)
+
+
+def sent(phase: Phase) -> dict[str, Any]:
+    """A phase as clients are told it: without the server's part."""
+    return replace(phase, server=Mean()).table()
+
+
 class Task(Wanted):
     """One job, in every message of it: a client that joins late or starts again needs nothing else but w.
 
@@ -114,7 +138,7 @@ class Task(Wanted):
             "shape": list(job.data.shape),
             "classes": job.data.classes,
             "clients": len(job.parts),
-            "phases": [replace(p, server=Mean()).table() for p in job.phases],
+            "phases": [sent(phase) for phase in job.phases],
             "local_steps": job.local_steps,
             "batch": job.batch,
             "epoch_steps": job.client_epoch_steps,
