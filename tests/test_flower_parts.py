@@ -257,8 +257,8 @@ def test_a_method_of_ones_own(tmp_path, my_parts, name):
 
 
 def test_metrics_of_ones_own_that_cannot_be_told(tmp_path, my_parts, capfd):
-    """One of several numbers has no field to travel in; a private client tells none; one that fails is the client's
-    affair: it is not heard, its own log says why, and the run goes on."""
+    """One of several numbers has no field to travel in; a private client tells none; one that fails is seen before
+    the first step, and the client's own log says why."""
     text = config(methods["fedavg"], more=", eta1 = 0.2")
     text = text.replace("[model]", '[task]\nmetrics = ["my_own_parts:late", "my_own_parts:several"]\n[model]')
     paths = bench.clients(tmp_path)
@@ -271,7 +271,7 @@ def test_metrics_of_ones_own_that_cannot_be_told(tmp_path, my_parts, capfd):
     assert "my_own_parts:several" not in told(run_folder)[-1]["over_clients"]
     failing = text.replace('"my_own_parts:several"', '"my_own_parts:net"')
     post = Direct(paths)
-    with pytest.raises(RuntimeError, match=f"no client told how its model scores; client 2: {DECLINED}"):
+    with pytest.raises(RuntimeError, match=f"round 1: fewer than 3 .*client 0: {DECLINED}; client 1"):
         conduct(bench.request(tmp_path / "other", failing, job="job-2"), post)
     assert "metric 'my_own_parts:net', client 0: " in capfd.readouterr().err
 

@@ -147,7 +147,7 @@ class LateJob:
         everyone = [parts[own_number(own, parts)]] * task.clients
         job = assemble(self.config, self.cell, module, data, everyone, [plan] * task.clients)
         check_trainable(job)
-        self.job = replace(job, names=(), epoch_steps=task.epoch_steps)
+        self.job = replace(job, epoch_steps=task.epoch_steps)
         self.size = Layout.of(module).size
         self.folder = own.state / task.job
 

@@ -273,13 +273,8 @@ def run(
     else:
         if target.exists():
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
-        about: dict[str, Any] = {
-            "label": cell.label,
-            "seed": cell.seed,
-            "terms": terms,
-            "modules": config.resolve().parent,
-        }
-        request = Request(job=f"{cell.name}-{secrets.token_hex(4)}", config=parsed, **about)
+        job, beside = f"{cell.name}-{secrets.token_hex(4)}", config.resolve().parent
+        request = Request(job=job, config=parsed, label=cell.label, seed=cell.seed, terms=terms, modules=beside)
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")

@@ -52,7 +52,7 @@ resident = true             # keep torch and data loaded between rounds (false: 
 TRY_OUT = """allow = {allow}    # modules that a job may name its parts from; there is none by default
 modules = {folder}    # a try-out: they are here, besides this folder
 """
-ELSEWHERE = """# allow = {allow}    # modules that a job may name its parts from: yours to decide; they stand beside this file
+ELSEWHERE = """# allow = {allow}    # modules beside this file that a job may name its parts from: yours to decide
 """
 
 START = """#!/bin/sh
