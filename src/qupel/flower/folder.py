@@ -112,8 +112,8 @@ def flower_environment(home: Path) -> dict[str, str]:
 def init(
     folder: Path, clients: int, host: str, port: int, config: Config, venv: str, modules: Path | None = None
 ) -> Federation:
-    """Write everything; nothing is started. modules: where the config's own are; clients of a try-out allow them, others
-    are their owners' to allow."""
+    """Write everything; nothing is started. modules: where the config's own are; clients of a try-out allow them, to
+    others it is only said what they could allow."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; give another folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,96 @@
+"""One config with a network, a loss and a metric of one's own, experiments/emg_own, on every engine: the same bits, and
+ONNX files that have their clients' scores. On EMG recordings where QUPEL_DATA has them, else on signals like them."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from qupel.cli import app
+from qupel.data.natural import emg
+from qupel.deploy.predict import open_model
+from qupel.engine import group as groups
+from qupel.run import config as configs
+from qupel.run.experiment import run_experiment
+from tiny import timeless
+
+OWN = Path(__file__).parents[1] / "experiments" / "emg_own"
+CLASSES = 7
+SHORT = ["data.args.people=3", "rounds=5", "local_steps=4", "evaluate_every=5"]
+
+
+def signals(path: Path, owners: int = 6) -> None:
+    """A file like EMG's: gestures one after another, a tone of its own for each, which each person makes faster."""
+    rng, arrays = np.random.default_rng(0), {"classes": np.int64(CLASSES)}
+    for split, windows in (("train", 9), ("test", 6)):
+        targets = np.tile(np.repeat(np.arange(CLASSES), windows), owners)
+        people = np.repeat(np.arange(owners), CLASSES * windows)
+        speed = 0.1 * (1 + targets) * (1 + people / 20)  # (n,)
+        tone = np.sin(speed[:, None, None] * np.arange(52) + np.arange(8)[:, None])  # (n, 8, 52)
+        inputs = tone + rng.normal(0, 0.5, tone.shape)
+        named = {"inputs": inputs.astype(np.float16), "targets": targets, "groups": people}
+        arrays |= {f"{split}_{name}": value for name, value in named.items()}
+    path.parent.mkdir(parents=True)
+    np.savez(path, **arrays)
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch) -> Path:
+    """The folder with the config, copied; the recordings; nothing of it stays loaded."""
+    folder = tmp_path / "project"
+    shutil.copytree(OWN, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    if not Path(os.environ.get("QUPEL_DATA", ""), "emg/emg.npz").is_file():
+        signals(tmp_path / "data" / "emg" / "emg.npz")
+        monkeypatch.setenv("QUPEL_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    names = [path.stem for path in folder.glob("my_*.py")]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield folder
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def left(run: Path) -> dict[str, bytes]:
+    """w and every client's model, as they are in files."""
+    cell = run / "cells" / "QuPeL-s0"
+    return {path.name: path.read_bytes() for path in (cell / "w.safetensors", *sorted((cell / "models").iterdir()))}
+
+
+def reproduces(files: Path, line: dict) -> None:
+    """Each client's ONNX file has, in ONNX Runtime, the scores that its client has reported."""
+    import my_metrics
+
+    data = emg()
+    for client in range(len(line["clients"]["test"])):
+        mine = data.test.read(np.flatnonzero(data.test.groups == client))
+        model = open_model(files / f"client-{client:03}.onnx", trust=True)
+        outputs = torch.from_numpy(model.run(model.ready(mine.inputs)))
+        told = line["clients"]
+        assert float((outputs.argmax(1) == mine.targets).double().mean()) == told["test"][client]
+        assert my_metrics.lateness(outputs, mine.targets) == told["my_metrics:lateness"][client]
+
+
+def test_one_config_on_one_process_two_workers_and_two_ranks(project, tmp_path):
+    pytest.importorskip("onnxruntime")
+    config = configs.load(project / "federation.toml", SHORT)
+    ways = {"one": {}, "workers": {"workers": 2}, "ranks": {"workers": 2, "start": groups.start}}
+    results = {name: run_experiment(config, tmp_path / name, **way)[0]["lines"] for name, way in ways.items()}
+    files = left(tmp_path / "one")
+    assert len(files) == 1 + 3
+    assert left(tmp_path / "workers") == left(tmp_path / "ranks") == files
+    assert timeless(results["workers"]) == timeless(results["ranks"]) == timeless(results["one"])
+    last = results["one"][-1]
+    assert last["test"] > 1.5 / CLASSES
+    assert last["over_clients"]["my_metrics:lateness"]["higher"] is False
+    done = CliRunner().invoke(
+        app, ["export", f"{tmp_path / 'one'}", "--all", "--to", "onnx", "--out", f"{tmp_path / 'o'}"]
+    )
+    assert done.exit_code == 0, done.output
+    reproduces(tmp_path / "o", last)
