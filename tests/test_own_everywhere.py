@@ -1,6 +1,7 @@
 """One config with a network, a loss and a metric of one's own, experiments/emg_own, on every engine: the same bits, and
 ONNX files that have their clients' scores. On EMG recordings where QUPEL_DATA has them, else on signals like them."""
 
+import json
 import os
 import shutil
 import sys
@@ -11,6 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from flower_bench import final_w
+from flower_fleet import exported, fleets, job_of, local, qupel
 from qupel.cli import app
 from qupel.data.natural import emg
 from qupel.deploy.predict import open_model
@@ -63,6 +66,11 @@ def left(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (cell / "w.safetensors", *sorted((cell / "models").iterdir()))}
 
 
+def export(source: Path, target: Path, *more: str) -> None:
+    done = CliRunner().invoke(app, ["export", str(source), "--to", "onnx", "--out", str(target), *more])
+    assert done.exit_code == 0, done.output
+
+
 def reproduces(files: Path, line: dict) -> None:
     """Each client's ONNX file has, in ONNX Runtime, the scores that its client has reported."""
     import my_metrics
@@ -89,8 +97,33 @@ def test_one_config_on_one_process_two_workers_and_two_ranks(project, tmp_path):
     last = results["one"][-1]
     assert last["test"] > 1.5 / CLASSES
     assert last["over_clients"]["my_metrics:lateness"]["higher"] is False
-    done = CliRunner().invoke(
-        app, ["export", f"{tmp_path / 'one'}", "--all", "--to", "onnx", "--out", f"{tmp_path / 'o'}"]
-    )
-    assert done.exit_code == 0, done.output
-    reproduces(tmp_path / "o", last)
+    export(tmp_path / "one", tmp_path / "onnx", "--all")
+    reproduces(tmp_path / "onnx", last)
+
+
+@pytest.mark.slow
+def test_six_people_on_flower_end_with_these_bits(project, tmp_path):
+    """TLS, keys, six SuperNodes: final w, every person's state and model file, every line with the own metric as on one
+    process, two workers and two ranks; and ONNX files of the models on the clients' disks have their scores."""
+    pytest.importorskip("flwr")
+    with fleets(project) as start:
+        federation, path = start(6, (project / "federation.toml").read_text())
+        qupel("run", federation.folder, path, "--name", "r")
+    config = configs.load(path, ["data.args.people=6"])
+    w, files, rows, lines = local(config, tmp_path / "one")
+    for name, way in (("workers", {}), ("ranks", {"start": groups.start})):
+        (result,) = run_experiment(config, tmp_path / name, workers=2, **way)
+        assert left(tmp_path / name) == left(tmp_path / "one")
+        assert timeless(result["lines"]) == timeless(lines)
+    target, job = federation.folder / "runs" / "r", job_of(federation, "r")
+    assert torch.equal(final_w(target), w)
+    assert exported(federation, job) == files
+    told = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
+    same = {"seconds": 0, "weights": None}  # centers stay with their client
+    assert [{**line, **same} for line in told] == [{**line, **same} for line in lines]
+    for i in range(6):
+        state = federation.client(i) / "state" / job
+        assert (state / f"round-{config.rounds - 1:06}" / "rows.bin").read_bytes() == rows[i]
+        export(state / "model.safetensors", tmp_path / f"{i}", "--model", "my_nets:HarNet")
+        (tmp_path / f"{i}" / "model.onnx").rename(tmp_path / f"client-{i:03}.onnx")
+    reproduces(tmp_path, told[-1])

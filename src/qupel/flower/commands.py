@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qupel.flower.folder import Federation
     from qupel.flower.server import Request
     from qupel.run.config import Config
+    from qupel.run.jobs import Cell
 
 app = typer.Typer(no_args_is_help=True, help="A federation over machines that do not trust each other, on Flower.")
 out = Console()
@@ -230,7 +231,8 @@ def down(folder: Dir) -> None:
 @app.command()
 def run(
     folder: Dir,
-    config: Annotated[Path, typer.Argument(help="a TOML file with one method; data, split and bits are the clients'")],
+    config: Annotated[Path, typer.Argument(help="a TOML file, of which data, split and bits are the clients' own")],
+    cell: Annotated[str | None, typer.Option("--cell", help="METHOD-sSEED, when the config has several")] = None,
     name: Annotated[str | None, typer.Option(help="of the run (default: the config's name and the time)")] = None,
     set: Annotated[list[str] | None, typer.Option("--set", help="override a key: --set rounds=10")] = None,
     minimum: Annotated[
@@ -254,7 +256,7 @@ def run(
     federation = Federation.open(folder)
     _warn(federation)
     parsed = configs.load(config, set or [])
-    (cell,) = _one(cells(parsed))
+    chosen = _one(cells(parsed), cell)
     check_told(parsed)
     if parsed.model.start is not None:
         raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
@@ -266,36 +268,41 @@ def run(
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     target = federation.folder / "runs" / name
     if resume:
-        request = _known(target, parsed, terms)
+        request = _known(target, parsed, chosen, terms)
         if (target / "result.json").exists():
             out.print(f"{shown(target)} is finished")
             return _show(target)
     else:
         if target.exists():
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
-        job, beside = f"{cell.name}-{secrets.token_hex(4)}", config.resolve().parent
-        request = Request(job=job, config=parsed, label=cell.label, seed=cell.seed, terms=terms, modules=beside)
+        job, beside = f"{chosen.name}-{secrets.token_hex(4)}", config.resolve().parent
+        request = Request(job=job, config=parsed, label=chosen.label, seed=chosen.seed, terms=terms, modules=beside)
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")
     return _show(target)
 
 
-def _one(found: list[Any]) -> list[Any]:
-    if len(found) != 1:
-        raise UserError(f"this config has {len(found)} runs (methods x seeds); a federation runs one at a time")
-    return found
+def _one(found: list[Cell], name: str | None) -> Cell:
+    """The run that is meant of a config's."""
+    meant = [cell for cell in found if name in {None, cell.name}]
+    if len(meant) != 1:
+        said = "a federation runs one at a time" if name is None else f"--cell {name!r} is none of them"
+        known = ", ".join(cell.name for cell in found)
+        raise UserError(f"this config has {len(found)} runs (methods x seeds), and {said}; give --cell, one of {known}")
+    return meant[0]
 
 
-def _known(target: Path, config: Config, terms: Any) -> Request:
+def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:
     """The request of a run that is resumed: the same settings, but deadlines and the minimum may be new."""
     from qupel.flower.server import Request
 
     if not (target / "request.json").exists():
         raise UserError(f"{target} holds no run to resume")
     before = Request.read(target)
-    if before.config != config or before.terms.upload != terms.upload:
-        raise UserError(f"{target} was made with another config or --upload; resume it with those")
+    asked = (config, cell.label, cell.seed, terms.upload)
+    if (before.config, before.label, before.seed, before.terms.upload) != asked:
+        raise UserError(f"{target} was made with another config, --cell or --upload; resume it with those")
     return before.model_copy(update={"terms": terms})
 
 
