@@ -52,17 +52,14 @@ def init(
     venv: Annotated[str, typer.Option(help="where QuPeL is installed on the machines")] = "/opt/qupel",
 ) -> None:
     """Write a ready federation: certificates, keys, start commands, systemd units, client configs, the proxy rule."""
-    made, said = _init(folder, clients, address, config, venv)
+    made = _init(folder, clients, address, config, venv)
     out.print(
         f"{shown(made.folder)}: server/ stays here, clients/client-0 to client-{clients - 1} go to their machines"
     )
-    if said:
-        out.print(said, markup=False, highlight=False, soft_wrap=True)
     out.print("[dim]a try-out on this machine: qupel flower up; real machines: docs/deploy.md[/dim]")
 
 
-def _init(folder: Path, clients: int, address: str, config: Path | None, venv: str) -> tuple[Federation, str]:
-    """The federation, and what there is to say of modules of one's own."""
+def _init(folder: Path, clients: int, address: str, config: Path | None, venv: str) -> Federation:
     require_flower()
     from qupel.flower import folder as folders
     from qupel.flower.task import named_modules
@@ -75,12 +72,12 @@ def _init(folder: Path, clients: int, address: str, config: Path | None, venv: s
     parsed = configs.load(config) if config else configs.parse(text, "the default")
     host, beside = host.strip("[]"), config.resolve().parent if config else None
     made = folders.init(folder, clients, host, int(port), parsed, venv, beside)
-    if not (named := named_modules(parsed)):
-        return made, ""
-    allow = f"allow = {json.dumps(named)}"
-    if folders.is_here(host):
-        return made, f"a try-out: every client.toml has {allow}, of {beside}"
-    return made, f"the config names modules of its own: owners that agree write {allow} into their client.toml"
+    if named := named_modules(parsed):
+        here, allow = folders.is_here(host), f"allow = {json.dumps(named)}"
+        said = f"a try-out: every client.toml has {allow}, of {beside}"
+        other = f"the config names modules of its own: owners that agree write {allow} into their client.toml"
+        out.print(said if here else other, markup=False, highlight=False, soft_wrap=True)
+    return made
 
 
 @app.command()
@@ -95,9 +92,7 @@ def up(
     from qupel.flower.folder import Federation
 
     if not (folder / "federation.json").exists():
-        _, said = _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
-        if said:
-            out.print(said, markup=False, highlight=False, soft_wrap=True)
+        _init(folder, clients or 3, "127.0.0.1:8443", config, "/opt/qupel")
     federation = Federation.open(folder)
     _connected(
         tryout.up(federation, clients or federation.clients, tell=lambda text: out.print(f"[dim]{shown(text)}[/dim]"))
