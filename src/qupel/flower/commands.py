@@ -246,15 +246,13 @@ def run(
     from qupel.flower.server import Request, Terms, check_told
     from qupel.parts.codecs import codecs
     from qupel.run import config as configs
-    from qupel.run.jobs import cells
+    from qupel.run.jobs import one_cell
 
     federation = Federation.open(folder)
     _warn(federation)
     parsed = configs.load(config, set or [])
-    chosen = _one(cells(parsed), cell)
+    chosen = one_cell(parsed, cell)
     check_told(parsed)
-    if parsed.model.start is not None:
-        raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
     codecs.build(upload, "--upload")
     least = minimum or max(1, federation.clients - len(federation.revoked()))
     terms = Terms(federation.clients, least, deadline, patience, upload, most_weight)
@@ -276,16 +274,6 @@ def run(
     request.write(target)
     _drive(federation, server, target, "run")
     return _show(target)
-
-
-def _one(found: list[Cell], name: str | None) -> Cell:
-    """The run that is meant of a config's."""
-    meant = [cell for cell in found if name in {None, cell.name}]
-    if len(meant) != 1:
-        said = "a federation runs one at a time" if name is None else f"--cell {name!r} is none of them"
-        known = ", ".join(cell.name for cell in found)
-        raise UserError(f"this config has {len(found)} runs (methods x seeds), and {said}; give --cell, one of {known}")
-    return meant[0]
 
 
 def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:

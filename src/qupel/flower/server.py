@@ -317,9 +317,11 @@ def nothing(shape: tuple[int, ...], classes: int) -> Dataset:
 
 
 def check_told(config: Config) -> None:
-    """Clients tell a closed list of things: what a run needs beyond it cannot be had."""
+    """Clients tell a closed list of things, and are told another: what a run needs beyond cannot be had."""
     if config.diagnostics != "off":
         raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
+    if config.model.start is not None:
+        raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
     if config.data.standardize == "shared":
         raise UserError('data.standardize = "shared": clients on Flower tell nothing of their data; use "client"')
 

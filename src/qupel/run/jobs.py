@@ -57,6 +57,17 @@ def cells(config: Config) -> list[Cell]:
     return found
 
 
+def one_cell(config: Config, name: str | None) -> Cell:
+    """The cell of this name; without one, the only cell that there is."""
+    found = cells(config)
+    meant = [cell for cell in found if name in {None, cell.name}]
+    if len(meant) != 1:
+        said = "one at a time is run here" if name is None else f"--cell {name!r} is none of them"
+        known = ", ".join(cell.name for cell in found)
+        raise UserError(f"this config has {len(found)} runs (methods x seeds), {said}; give --cell, one of {known}")
+    return meant[0]
+
+
 def data_of(config: Config) -> sources.Dataset:
     """The data that a config names; they are kept for the next who asks."""
     data = config.data
