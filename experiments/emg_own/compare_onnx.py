@@ -1,5 +1,5 @@
-"""python compare_onnx.py RUN FOLDER: each client's ONNX file, in ONNX Runtime on the client's own test data, against the
-scores that the client has reported."""
+"""python compare_onnx.py RUN FOLDER: each client's ONNX file, in ONNX Runtime on the client's own test data, against
+the scores that the client has reported."""
 
 import json
 import sys
