@@ -16,6 +16,8 @@ from qupel.core.codebook import Plan
 from qupel.core.layout import Layout
 from qupel.core.schedule import Schedule
 from qupel.data import partition, sources
+from qupel.data.clients import pool
+from qupel.data.partition import by_owner
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed
 from qupel.parts.methods import methods
@@ -29,7 +31,6 @@ from qupel.parts.quantizers.ste import StraightThrough
 from qupel.run import adapt as adapting
 from qupel.run import config as configs
 from qupel.run import experiment, jobs
-from qupel.run.api import _client, _pool
 from qupel.run.recipes import Length, Settings, compose, recipes
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
@@ -91,9 +92,9 @@ def test_a_personal_phase_is_run_at_the_new_client_with_w_fixed():
 
 
 def _one(origin, client):
-    data, parts = _pool([_client(client, 0)])
+    data = pool([client])
     own = replace(origin.job.data, train=data.train, test=data.test)
-    return {"data": own, "parts": parts, "plans": [Plan()]}
+    return {"data": own, "parts": by_owner(data), "plans": [Plan()]}
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ ROOMS = (
 )  # fmt: skip
 KINDS = ("methods", "quantizers", "servers", "codecs")
 # of the parts, what an engine may know: what a part is, and the server that phases have by default
-KNOWN_TO_ENGINES = {"parts", "parts.base", "parts.phase", "parts.servers.mean"}
+KNOWN_TO_ENGINES = {"parts", "parts.base", "parts.phase", "parts.prior", "parts.servers.mean"}
 KNOWN_TO_ENGINES |= {f"parts.{kind}{end}" for kind in KINDS for end in ("", ".base")}
 OPTIONAL = ("onnx", "onnxruntime", "onnxscript", "coremltools", "datasets", "flwr", "zstandard", "tensorboard")
 DOORS = {"", "__main__"}  # the package's own front doors stand outside

@@ -70,11 +70,13 @@ def facts(run: Run, named: bool) -> str:
         "dirichlet": f"{split['clients']} clients, Dirichlet({split['alpha']:g})",
         "groups": "a client for each group",
     }.get(split["kind"], f"{split['clients']} clients")
+    if owners := next((r["owners"] for r in run.results if r.get("owners")), 0):
+        clients = f"{owners} clients, each with its own data"
     seeds = sorted({r["seed"] for r in run.results})
     models = dict.fromkeys(m.get("model") or c["model"]["name"] for m in c["methods"].values())
     parts = [c["data"]["name"], clients, " and ".join(models), f"{c['rounds']} rounds of {c['local_steps']} steps"]
     parts.append(f"{len(seeds)} seed{'s' * (len(seeds) > 1)}")
-    return (f"{run.name}: " if named else "") + " · ".join(parts)
+    return (f"{run.name}: " if named else "") + " · ".join(filter(None, parts))
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:

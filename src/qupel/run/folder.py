@@ -148,6 +148,7 @@ def result_of(
         "quantized": quantized,
         **({"precision": str(Coverage.of(Layout.of(job.module), quantized))} if quantized else {}),
         "engine": engine,
+        **({"owners": len(job.parts)} if job.data.owners and job.names else {}),  # they are the clients
         "data_note": job.data.note,
         "classes": job.data.classes,
         **({} if files is None else {"files": files}),

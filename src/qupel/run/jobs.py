@@ -128,11 +128,11 @@ def is_natural(config: Config, data: sources.Dataset) -> bool:
     return bool(data.owners) and config.split.kind in {"classes", "groups"}
 
 
-def client_names(config: Config, data: sources.Dataset, parts: Sequence[partition.Part]) -> list[str]:
+def client_names(config: Config, data: sources.Dataset, parts: Sequence[partition.Part]) -> tuple[str, ...]:
     """The owners', where they are the clients."""
     if not is_natural(config, data) or data.train.groups is None:
-        return []
-    return [data.owners[int(data.train.groups[part.train_rows[0]])] for part in parts]
+        return ()
+    return tuple(data.owners[int(data.train.groups[part.train_rows[0]])] for part in parts)
 
 
 def model_name(config: Config, cell: Cell) -> str:
