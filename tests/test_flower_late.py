@@ -181,10 +181,12 @@ def test_what_is_not_allowed_is_not_imported_at_hello(tmp_path, monkeypatch, wan
 
 
 def test_metrics_are_told_as_the_local_engine_has_them(tmp_path):
-    text = bench.config().replace("[model]", '[task]\nmetrics = ["macro_f1", "top5"]\n[model]')
+    task = '[task]\nmetrics = ["macro_f1", "top5"]\njudge_by = "macro_f1"\n'
+    text = bench.config().replace("[model]", f"{task}[model]")
     run_folder = bench.request(tmp_path / "run", text)
     conduct(run_folder, Direct(bench.clients(tmp_path)))
-    _, lines = local(text, tmp_path / "local")
+    files, lines = local(text, tmp_path / "local")
+    assert bench.models(tmp_path) == files  # which say how well their model is judged
     assert "test_macro_f1" in lines[-1]
     same_lines(told(run_folder), lines)
 

@@ -181,7 +181,8 @@ class LateJob:
     def write(self, module: nn.Module, model: Deployed, name: str, test: Score) -> int:
         """This client's file; its bytes."""
         allowed = parse_size(self.own.budget) if self.own.budget and model.codebook else None
-        about = describe(self.config, self.cell, self.job.data_of(0), name, value(test), allowed)
+        score = value(test, self.job.judge_by) if test.count else None
+        about = describe(self.config, self.cell, self.job.data_of(0), name, score, allowed)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         written = save(self.folder / MODEL, module, model.codebook, about=about)
         if allowed is not None and written > allowed:
@@ -303,7 +304,7 @@ def merged(own: ClientConfig, task: Task | None) -> Config:
         data=data.model_copy(update={"augment": task.augment}),
         split=split,
         model=ModelConfig(name=task.model, args=task.args, layers=own.layers, levels=own.levels),
-        task=TaskConfig(loss=task.loss, metrics=task.metrics),
+        task=TaskConfig(loss=task.loss, metrics=task.metrics, judge_by=task.judge_by),
         bits=own.bits or "auto",
         budget=own.budget,
         local_steps=task.local_steps,

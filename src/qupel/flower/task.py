@@ -32,7 +32,7 @@ from qupel.run.config import (
 from qupel.run.jobs import Cell, build_phases, model_name
 from qupel.run.recipes import Length
 from qupel.tasks.losses import losses
-from qupel.tasks.metrics import metrics
+from qupel.tasks.metrics import chosen, metrics
 from qupel.util.errors import UserError
 
 PROTOCOL: Literal[4] = 4  # of the messages between server and clients; both sides must agree
@@ -45,6 +45,7 @@ class Wanted(Strict):
     args: dict[str, Any] = Field({}, description="what the network is built with")
     loss: str | None = None
     metrics: tuple[str, ...] = Field((), max_length=MOST_METRICS, description="one number each is told, in this order")
+    judge_by: str | None = Field(None, description="what of these a client's file names as its score")
 
     @field_validator("model")
     @classmethod
@@ -65,6 +66,13 @@ class Wanted(Strict):
             metrics[plain_name(name)]
         return value
 
+    @field_validator("judge_by")
+    @classmethod
+    def _judge(cls, value: str | None) -> str | None:
+        if value is not None:
+            chosen((), plain_name(value))
+        return value
+
     @classmethod
     def of_config(cls, config: Config, cell: Cell) -> Wanted:
         return cls(
@@ -72,6 +80,7 @@ class Wanted(Strict):
             args=config.model.args,
             loss=config.task.loss,
             metrics=tuple(config.task.asked()),
+            judge_by=config.task.judge_by,
         )
 
 
