@@ -22,6 +22,9 @@ def adapt(
     bits: Annotated[int | None, typer.Option(min=1, max=32, help="1 to 8, or 32 for full precision")] = None,
     budget: Annotated[str | None, typer.Option(help='bytes a file may have, e.g. "24 KiB", in place of --bits')] = None,
     cell: Annotated[str | None, typer.Option(help="METHOD-sSEED or a method's label, when the run has several")] = None,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="a module of yours that the file may name a network or parts from")
+    ] = None,
     target: Annotated[
         Path | None, typer.Option("--out", help="file (default: adapted.safetensors); of several clients a folder")
     ] = None,
@@ -50,7 +53,7 @@ def adapt(
     target = target or Path("adapted" if several else "adapted.safetensors")
     if target.is_dir() and not several:
         raise UserError(f"--out {target} is a folder; one client's model is a file")
-    done = adapt_to(run, people, bits=bits, budget=budget, cell=cell)
+    done = adapt_to(run, people, bits=bits, budget=budget, cell=cell, allow=allow or ())
     sizes = [path.stat().st_size for path in done.save(target)] if several else [done.save_one(0, target)]
     head = ["client", "bits", "file", "test", "global model"]
     body = [
