@@ -179,7 +179,7 @@ def _crew(
             return
         if ranks.rank > 0:
             if config is not None:  # that of rank 0 comes as an order; parts of one's own may stand beside the file
-                configs.find_modules_beside(config)
+                configs.find_modules_in(config.resolve().parent)
             experiment.serve(ranks)
         if engine == "local" and ranks.size > 1:
             raise UserError(f"{ranks.size} ranks were started, and the local engine needs none: start it by itself")

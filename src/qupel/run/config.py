@@ -216,14 +216,14 @@ def load(path: Path, overrides: Sequence[str] = (), defaults: dict[str, Any] | N
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path}: {e.strerror if isinstance(e, OSError) else 'not a text file'}") from None
-    find_modules_beside(path)
+    find_modules_in(path.resolve().parent)
     return parse(text, str(path), overrides, defaults)
 
 
-def find_modules_beside(path: Path) -> None:
+def find_modules_in(place: Path) -> None:
     """Parts of one's own may stand beside the config: its folder is put on the Python path, after what is on it, here
     and for the processes that this one starts."""
-    folder = str(path.resolve().parent)
+    folder = str(place.resolve())
     if folder not in sys.path:
         sys.path.append(folder)
     known = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]

@@ -66,6 +66,17 @@ def source_of(config: Config, cell: Cell) -> Cell | None:
     return None if label is None else Cell(label, cell.seed)
 
 
+def one_cell(config: Config, name: str | None) -> Cell:
+    """The cell of this name; without one, the only cell that there is."""
+    found = cells(config)
+    meant = [cell for cell in found if name in {None, cell.name}]
+    if len(meant) != 1:
+        said = "one at a time is run here" if name is None else f"--cell {name!r} is none of them"
+        known = ", ".join(cell.name for cell in found)
+        raise UserError(f"this config has {len(found)} runs (methods x seeds), {said}; give --cell, one of {known}")
+    return meant[0]
+
+
 def data_of(config: Config) -> sources.Dataset:
     """The data that a config names; they are kept for the next who asks."""
     data = config.data
@@ -213,7 +224,7 @@ def assemble(
         judge_by=config.task.judge_by or "",
     )
     job = standardized(job, config.data.standardize)
-    return job.with_phases(build_phases(method, config.rounds, job, cell.label))
+    return job.with_phases(build_phases(method, length_of(config, job)))
 
 
 def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
@@ -260,10 +271,13 @@ def describe(
     )
 
 
-def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> list[Phase]:
+def length_of(config: Config, job: Job) -> Length:
+    return Length(config.rounds, job.local_steps, job.steps_per_epoch)
+
+
+def build_phases(method: MethodConfig, length: Length) -> list[Phase]:
     if method.phases is not None:
         return list(method.phases)
-    length = Length(rounds, job.local_steps, job.steps_per_epoch)
     if method.recipe is None:
         assert method.method is not None
         return [compose(method.method, method.quantizer, method.server, method, length)]
@@ -293,7 +307,7 @@ def shared_rounds(config: Config, cell: Cell, job: Job) -> int:
     for label, method in config.methods.items():
         alike = (model_name(config, Cell(label, cell.seed)), method.steps_per_round(config.local_steps))
         if alike == (model_name(config, cell), job.local_steps):
-            first = next(p for p in build_phases(method, config.rounds, job, label) if p.rounds)
+            first = next(p for p in build_phases(method, length_of(config, job)) if p.rounds)
             if (first.method, first.server) == (mine.method, mine.server):
                 shared = min(shared, first.rounds)
     return shared if shared < job.rounds else 0
