@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from qupel.report.runs import AT, place
-from qupel.run.config import Bits, Config, check_bits, explain, find_modules_beside, merge, read_toml, validate
+from qupel.run.config import Bits, Config, check_bits, explain, find_modules_in, merge, read_toml, validate
 from qupel.run.sections import Strict
 from qupel.util.errors import UserError
 
@@ -171,7 +171,7 @@ def load(path: Path, data: Path | None = None) -> Comparison:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path}: {e.strerror if isinstance(e, OSError) else 'not a text file'}") from None
-    find_modules_beside(path)
+    find_modules_in(path.resolve().parent)
     return parse(text, path.name if path.is_absolute() else str(path), data)
 
 

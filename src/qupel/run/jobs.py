@@ -282,14 +282,14 @@ def build_phases(method: MethodConfig, length: Length) -> list[Phase]:
         assert method.method is not None
         return [compose(method.method, method.quantizer, method.server, method, length)]
     phases = find(method.recipe).phases(method, length)
-    return phases if method.server is None else with_server(phases, method.server, f"methods.{label}")
+    return phases if method.server is None else with_server(phases, method.server)
 
 
-def with_server(phases: Sequence[Phase], server: Any, where: str) -> list[Phase]:
+def with_server(phases: Sequence[Phase], server: Any) -> list[Phase]:
     """A recipe's phases, those of FedAvg with this server."""
-    made = servers.build(server, f"{where}.server")
+    made = servers.build(server, "server")
     if not any(isinstance(p.method, FedAvg) for p in phases):
-        raise UserError(f"{where}.server: its recipe has no FedAvg phase for one")
+        raise UserError("server: its recipe has no FedAvg phase for one")
     return [replace(p, server=made) if isinstance(p.method, FedAvg) else p for p in phases]
 
 
