@@ -1,5 +1,6 @@
 """What a step costs: one Algorithm-1 or QuPeL step (hard mode) against two bare forward+backward passes of the same
-model and batch, in one process, interleaved, medians of many. A ratio near 1 means that quantization is free.
+model and batch, and a straight-through step (`ste`), which makes one pass, against one; in one process, interleaved,
+medians of many. A ratio near 1 means that quantization is free.
 
     python benchmarks/step_cost.py [--steps 40] [--threads 1] [--only cnn5]
 """
@@ -22,12 +23,13 @@ from qupel.engine.stack import most_clients, together
 from qupel.parts.base import State
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.quantizers.ste import StraightThrough
 from qupel.tasks import zoo as models
 from qupel.tasks.stack import StackTask
 from qupel.tasks.task import ModuleTask, Problem
 from qupel.util.machine import keep_memory
 
-LIMIT = {"resnet20": 1.06, "cnn5": 1.06, "digits_cnn": 2.5}
+LIMIT = {"resnet20": 1.06, "cnn5": 1.06, "digits_cnn": 2.5}  # of two passes
 WORK = {"resnet20": ((3, 32, 32), 128), "cnn5": ((3, 32, 32), 50), "digits_cnn": ((1, 8, 8), 20)}
 
 
@@ -64,7 +66,7 @@ def step_ratio(name: str, bits: int, repeats: int, clock: Callable[[], float] = 
     targets = torch.from_numpy(rng.integers(0, 10, size))
     layout, task = Layout.of(module), ModuleTask(module, nn.functional.cross_entropy)
     x, problem = layout.flatten(module), Problem(task, task)
-    states = {"Algorithm 1": Local(), "QuPeL": QuPeL()}
+    states = {"Algorithm 1": Local(), "QuPeL": QuPeL(), "one pass": Local(quantizer=StraightThrough())}
     held = {k: m.start(State(x, x), plan_bits(layout, bits), problem) for k, m in states.items()}
     count = dict.fromkeys(states, 0)
 
@@ -82,8 +84,9 @@ def step_ratio(name: str, bits: int, repeats: int, clock: Callable[[], float] = 
         once()
         once()
 
-    medians = interleaved({"two passes": twice, **{k: stepper(k) for k in states}}, repeats, clock)
-    return {"two passes": medians["two passes"], **{k: medians[k] / medians["two passes"] for k in states}}
+    medians = interleaved({"pass": once, "two passes": twice, **{k: stepper(k) for k in states}}, repeats, clock)
+    ratios = {k: medians[k] / medians["pass" if k == "one pass" else "two passes"] for k in states}
+    return {"two passes": medians["two passes"], **ratios}
 
 
 def stack_ratio(repeats: int, bits: int = 2) -> float:
@@ -133,13 +136,15 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     keep_memory()  # as a worker does; the bare passes have it, too
     print(f"{options.threads} thread(s), median of {options.steps}; ratio to two bare passes")
-    print(f"{'model':12} {'bits':>4} {'two passes':>12} {'Algorithm 1':>12} {'QuPeL':>8} {'limit':>6}")
+    print(
+        f"{'model':12} {'bits':>4} {'two passes':>12} {'Algorithm 1':>12} {'QuPeL':>8} {'limit':>6} {'ste / one':>10}"
+    )
     for name in [options.only] if options.only else WORK:
         for bits in (1, 2, 3):
             r = step_ratio(name, bits, options.steps)
             print(
                 f"{name:12} {bits:4} {r['two passes']:9.1f} ms {r['Algorithm 1']:12.3f} {r['QuPeL']:8.3f}"
-                f" {LIMIT[name]:6.2f}"
+                f" {LIMIT[name]:6.2f} {r['one pass']:9.3f}"
             )
     if options.only:
         return

@@ -47,7 +47,7 @@ for name, bits, score in zip(fit.names, fit.quantized, fit.test, strict=True):
 files = fit.save("models")
 print({file.name: file.stat().st_size for file in (files[0], files[5], files[9])})
 again = qupel.load(files[0], net)  # the same network, filled with client 0's weights
-assert torch.equal(again(clients[0].test_inputs), fit.models[0](clients[0].test_inputs))
+assert torch.equal(again(clients[0].test), fit.models[0](clients[0].test))
 
 plt.plot([line["round"] for line in fit.metrics], [100 * line["test"] for line in fit.metrics], marker="o")
 plt.xlabel("round")

@@ -1,5 +1,6 @@
 """Clients that come later: what they start from, which steps they make, what is said of them."""
 
+import json
 import random
 import shutil
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save as to_bytes
 from torch import nn
 
 import qupel
@@ -16,6 +18,8 @@ from qupel.core.codebook import Plan
 from qupel.core.layout import Layout
 from qupel.core.schedule import Schedule
 from qupel.data import partition, sources
+from qupel.data.clients import pool
+from qupel.data.partition import by_owner
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Failed
 from qupel.parts.methods import methods
@@ -29,7 +33,6 @@ from qupel.parts.quantizers.ste import StraightThrough
 from qupel.run import adapt as adapting
 from qupel.run import config as configs
 from qupel.run import experiment, jobs
-from qupel.run.api import _client, _pool
 from qupel.run.recipes import Length, Settings, compose, recipes
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
@@ -91,9 +94,9 @@ def test_a_personal_phase_is_run_at_the_new_client_with_w_fixed():
 
 
 def _one(origin, client):
-    data, parts = _pool([_client(client, 0)])
+    data = pool([client])
     own = replace(origin.job.data, train=data.train, test=data.test)
-    return {"data": own, "parts": parts, "plans": [Plan()]}
+    return {"data": own, "parts": by_owner(data), "plans": [Plan()]}
 
 
 @pytest.mark.parametrize(
@@ -361,6 +364,43 @@ def test_an_adapt_that_ends_while_it_writes_leaves_nothing_half_written(finished
     assert list(target.parent.iterdir()) == []
     call(*words)
     assert qupel.load(target)
+
+
+# --- whose code is loaded ---
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"model": "subprocess:run", "args": {"args": ["touch", "{here}/broken-in"]}},
+        {"loss": "os:getcwd"},
+        {"phases": [{"rounds": 1, "method": "os:getcwd"}]},
+        {"model": "mlp", "args": {"hidden": [2_000_000_000]}},
+    ],
+)
+def test_nothing_is_loaded_because_a_file_says_so(finished, tmp_path, told):
+    """A file may come from anybody. It is not believed that it may import, nor that it may build what fills memory."""
+    described, tensors = adapting._read(finished / "cells/QuPeL-s0/w.safetensors")
+    changed = json.loads(json.dumps({**described, **told}).replace("{here}", str(tmp_path)))
+    (tmp_path / "w.safetensors").write_bytes(to_bytes(tensors, {"qupel": json.dumps(changed)}))
+    with pytest.raises(UserError, match=r"not allowed here|must be whole numbers"):
+        qupel.adapt(tmp_path / "w.safetensors", tuple(_new_client(tmp_path)[1]), bits=2)
+    assert not (tmp_path / "broken-in").exists()
+
+
+def test_a_run_with_modules_of_ones_own_adapts_where_they_are(tmp_path, monkeypatch):
+    layers = "nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10)"
+    (tmp_path / "late_nets.py").write_text(f"from torch import nn\ndef Net(): return nn.Sequential({layers})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = CONFIG.replace("[methods.FedAvg]", "[methods.Other]").replace('name = "mlp"', 'name = "late_nets:Net"')
+    assert "late_nets" in text
+    experiment.run_experiment(configs.parse(text, "c"), tmp_path / "run")
+    new = tuple(_new_client(tmp_path)[1])
+    assert qupel.adapt(tmp_path / "run", new, cell="QuPeL", bits=2).quantized == [{"3.weight": 2}]
+    alone = tmp_path / "run/cells/QuPeL-s0/w.safetensors"
+    with pytest.raises(UserError, match=r"importing late_nets is not allowed here; allowed: none"):
+        qupel.adapt(alone, new, bits=2)
+    assert qupel.adapt(alone, new, bits=2, allow=["late_nets"]).quantized == [{"3.weight": 2}]
 
 
 # --- the user's own generators ---

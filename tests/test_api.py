@@ -519,7 +519,7 @@ def test_a_saved_network_of_the_users_own(tmp_path):
     assert deploy.load(paths[0]).about.model == ""
     assert "3.weight" in call("inspect", paths[0])
     numbers = table(tmp_path / "x.npz", clients[0][2])
-    how = r"qupel\.load\(FILE, module\).*to='onnx'"
+    how = r"qupel\.load\(FILE, module\).*--model my_module:Name.*ONNX"
     data = tmp_path / "data.npz"
     np.savez(
         data, **dict(zip(("train_inputs", "train_targets", "test_inputs", "test_targets"), clients[0], strict=True))

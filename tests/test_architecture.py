@@ -20,7 +20,7 @@ ROOMS = (
 )  # fmt: skip
 KINDS = ("methods", "quantizers", "servers", "codecs")
 # of the parts, what an engine may know: what a part is, and the server that phases have by default
-KNOWN_TO_ENGINES = {"parts", "parts.base", "parts.phase", "parts.servers.mean"}
+KNOWN_TO_ENGINES = {"parts", "parts.base", "parts.phase", "parts.prior", "parts.servers.mean"}
 KNOWN_TO_ENGINES |= {f"parts.{kind}{end}" for kind in KINDS for end in ("", ".base")}
 OPTIONAL = ("onnx", "onnxruntime", "onnxscript", "coremltools", "datasets", "flwr", "zstandard", "tensorboard")
 DOORS = {"", "__main__"}  # the package's own front doors stand outside
@@ -141,7 +141,7 @@ def test_engines_know_no_concrete_part():
 def test_the_path_of_an_import_is_followed():
     """This file's own tools: a module by any way of importing it, and nothing that only type checkers load."""
     assert "parts.servers.mean" in reached("engine.job")  # through parts.phase
-    assert {"tasks", "tasks.zoo"} <= GRAPH["run.config"]  # `from qupel.tasks import zoo`
+    assert {"tasks", "tasks.zoo"} <= GRAPH["run.sections"]  # `from qupel.tasks import zoo`
     hidden = ast.parse("if TYPE_CHECKING:\n    import a\nelse:\n    import b\ndef f():\n    import c\n")
     seen = [alias.name for node in statements(hidden) if isinstance(node, ast.Import) for alias in node.names]
     assert seen == ["b", "c"]

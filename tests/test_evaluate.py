@@ -266,9 +266,18 @@ def expect_placed(how):
     return expect
 
 
+def expect_ternary(x, w, codebook):
+    """By thresholds, not the nearest; of the planted four levels, which it never makes itself, the lowest."""
+    q = x.clone()
+    (slot,), (c,) = codebook.slots, codebook.centers
+    q[slot.slice] = c[0]
+    return q
+
+
 HOW = {  # where Q_c(x) on the state's own centers is not what ships
     "none": lambda x, w, codebook: x,
     "afterwards": expect_placed("kmeans"),
+    "ttq": expect_ternary,
 }
 JUDGED = [(Local(quantizer=quantizers[name]()), HOW.get(name, expect_hard)) for name in quantizers]
 JUDGED += [

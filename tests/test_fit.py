@@ -13,6 +13,8 @@ import torch
 import qupel
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.phase import Phase
+from qupel.report.page import facts
+from qupel.report.runs import load_run
 from qupel.util import terminal
 from qupel.util.errors import UserError
 from tiny import CLASSES, INPUTS, mlp
@@ -170,3 +172,15 @@ def test_a_notebook_sees_one_line_that_changes(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert said.count("\r") == 3
     assert said.endswith("3/3\n")
+
+
+def test_the_page_of_clients_with_data_of_their_own_says_so(tmp_path):
+    text = 'rounds = 5\nlocal_steps = 1\n[data]\nname = "own_page_data:clients"\n[model]\nname = "mlp"\n'
+    data = "import numpy as np\ndef clients(): return [(np.zeros((4, 2), 'f4'), np.arange(4) % 2) * 2] * 3\n"
+    (tmp_path / "own_page_data.py").write_text(data)
+    (tmp_path / "c.toml").write_text(f'{text}[methods.Q]\nrecipe = "qupel"\n')
+    command = [sys.executable, "-m", "qupel", "run", "c.toml", "--out", "run", "--workers", "1"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    said = facts(load_run(tmp_path / "run", "run"), named=False)
+    assert "3 clients, each with its own data" in said
+    assert "classes each" not in said

@@ -24,14 +24,14 @@ import pytest
 import torch
 
 import flower_bench as bench
+from flower_fleet import exported, fleets, job_of, local, qupel
 from qupel.engine import group as groups
-from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.flower import frames, processes
-from qupel.flower.folder import Federation, flower_environment, free_port
+from qupel.flower.folder import flower_environment, free_port
 from qupel.flower.processes import end, start
 from qupel.flower.server import conduct
-from qupel.flower.tryout import SERVER, Running, down, up
+from qupel.flower.tryout import SERVER, Running, up
 from qupel.parts.base import vector
 from qupel.run import config as configs
 from qupel.run.experiment import engine_for, run_experiment
@@ -44,75 +44,11 @@ from flwr.app import ConfigRecord, Message, RecordDict
 BINARIES = Path(sys.executable).parent
 
 
-def qupel(*arguments, check=True, **options):
-    done = subprocess.run(
-        [sys.executable, "-m", "qupel", "flower", *map(str, arguments)], capture_output=True, text=True, **options
-    )
-    assert not check or done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done
-
-
-def leftovers(folder):
-    """Command lines of living processes that name a folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(folder) in command and "pytest" not in command:
-            found.append(command)
-    return found
-
-
 @pytest.fixture
 def make(tmp_path):
     """make(count, text) -> a federation that is up; ended after the test, with nothing left."""
-    made = []
-
-    def start_it(count, text="", nodes=None, change=None):
-        config = tmp_path / "config.toml"
-        config.write_text(text or bench.config(count))
-        folder = tmp_path / "federation"
-        qupel("init", folder, "--clients", count, "--config", config)
-        federation = Federation.open(folder)
-        if change:
-            change(federation)
-        made.append(federation)
-        up(federation, count if nodes is None else nodes)
-        return federation, config
-
-    yield start_it
-    for federation in made:
-        down(federation)
-        limit = time.monotonic() + 20  # Flower's helpers look for their parent from time to time
-        while leftovers(federation.folder) and time.monotonic() < limit:
-            time.sleep(0.2)
-        assert leftovers(federation.folder) == []
-    processes.reap()  # another command may have ended them
-    assert processes._CHILDREN == {}
-
-
-def exported(federation, job):
-    return [
-        (federation.client(i) / "state" / job / "model.safetensors").read_bytes() for i in range(federation.clients)
-    ]
-
-
-def job_of(federation, name):
-    return json.loads((federation.folder / "runs" / name / "request.json").read_text())["job"]
-
-
-def local(text, folder):
-    """(w, model files, states, lines) of the reference engine."""
-    config = configs.parse(text, "test")
-    (result,) = run_experiment(config, folder)
-    files = [p.read_bytes() for p in sorted((folder / "cells").glob("*/models/*"))]
-    job = build_job(config, cells(config)[0])
-    with Inline(job) as engine:
-        w = vector(run(job, engine).w)
-        rows = [torch.cat(list(tensors)).numpy().tobytes() for _, _, tensors in engine.shard.store.rows()]
-    return w, files, rows, result["lines"]
+    with fleets(tmp_path) as start_it:
+        yield start_it
 
 
 def ranks(text, folder):

@@ -34,7 +34,7 @@ LIST = {
     ("hello", True): {"client", "samples", "shape", "classes", "layout"},
     ("train", False): {"client", "job", "round", "samples", "loss", "loss_quantized"},
     ("train", True): {"client", "job", "round", "samples"},
-    ("evaluate", False): {"client", "round", *SCORES, "bytes", "bits", "dead", *METRICS},
+    ("evaluate", False): {"client", "round", *SCORES, "bytes", "bits", "dead", "tested", *METRICS},
     ("evaluate", True): {"client", "round"},
     ("export", False): {"client", "round", "bytes", "test"},
     ("export", True): {"client", "round"},
@@ -223,7 +223,7 @@ def test_a_worker_that_knows_no_list_is_not_passed_on():
 
 def answers():
     update = boundary.Update(0, "job-1", 3, 20, 0.5, 0.6)
-    scores = boundary.Scores(0, 3, 0.5, 1.0, None, None, 0.5, 1.0, 100, 2.0, 0)
+    scores = boundary.Scores(0, 3, 0.5, 1.0, None, None, 0.5, 1.0, 100, 2.0, 0, 12)
     return update, scores, boundary.Export(0, 3, 100, 0.5), boundary.Hello(0, 20, (1, 8, 8), 10)
 
 

@@ -160,12 +160,20 @@ def test_a_client_compares_it_with_every_task(tmp_path):
     assert header == {"error": f"the server's network has layout {'f' * 16}, this client's {fleet.task.layout}"}
 
 
-def test_what_is_not_allowed_is_not_imported_at_hello(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"model": "late_nets:Net"},
+        {"model": "mlp", "loss": "late_nets:loss"},
+        {"model": "mlp", "metrics": ["macro_f1", "late_nets:metric"]},
+    ],
+)
+def test_what_is_not_allowed_is_not_imported_at_hello(tmp_path, monkeypatch, wanted):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "late_nets.py").write_text("raise SystemExit('imported')\n")
     client = Client(load_client(bench.clients(tmp_path, 1)[0]))
-    header, _ = client.answer(question("hello") | {"model": "late_nets:Net", "args": {}}, b"")
-    assert header == {"error": boundary.DECLINED}
+    header, _ = client.answer(question("hello") | {"wanted": wanted}, b"")
+    assert header == {"error": boundary.NOT_ALLOWED}
     assert "late_nets" not in sys.modules
 
 
@@ -173,10 +181,12 @@ def test_what_is_not_allowed_is_not_imported_at_hello(tmp_path, monkeypatch):
 
 
 def test_metrics_are_told_as_the_local_engine_has_them(tmp_path):
-    text = bench.config().replace("[model]", '[task]\nmetrics = ["macro_f1", "top5"]\n[model]')
+    task = '[task]\nmetrics = ["macro_f1", "top5"]\njudge_by = "macro_f1"\n'
+    text = bench.config().replace("[model]", f"{task}[model]")
     run_folder = bench.request(tmp_path / "run", text)
     conduct(run_folder, Direct(bench.clients(tmp_path)))
-    _, lines = local(text, tmp_path / "local")
+    files, lines = local(text, tmp_path / "local")
+    assert bench.models(tmp_path) == files  # which say how well their model is judged
     assert "test_macro_f1" in lines[-1]
     same_lines(told(run_folder), lines)
 

@@ -14,7 +14,7 @@ from flower_bench import Direct, Reply
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.flower.boundary import DECLINED
+from qupel.flower.boundary import DECLINED, NOT_ALLOWED
 from qupel.flower.server import conduct, export, open_fleet
 from qupel.flower.wire import noise_deviation
 from qupel.parts.base import Upload, vector
@@ -23,6 +23,7 @@ from qupel.parts.servers import servers
 from qupel.run import config as configs
 from qupel.run.experiment import run_experiment
 from qupel.run.jobs import build_job, cells
+from qupel.util.errors import UserError
 from tiny import beginning, same
 
 
@@ -207,6 +208,14 @@ def net(shape, classes):
 
 def half(outputs, targets):
     return torch.nn.functional.cross_entropy(outputs, targets) / 2
+
+
+def late(outputs, targets):
+    return (outputs.argmax(1) > targets).double().mean()
+
+
+def several(outputs, targets):
+    return outputs.mean(0)
 '''
 
 
@@ -221,14 +230,16 @@ def my_parts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["Lonely", "Slowly"])
 def test_a_method_of_ones_own(tmp_path, my_parts, name):
     """In one file, nothing else is touched: refused in one sentence unless client.toml allows its module; then the bits
-    of the local engine. So are a network, a loss and a codec."""
+    of the local engine. So are a network, a loss, a metric and a codec. Of a metric one number is told."""
     text = config(f"my_own_parts:{name}", more=", eta1 = 0.2")
-    text = text.replace('name = "mlp"', 'name = "my_own_parts:net"\n[task]\nloss = "my_own_parts:half"')
+    text = text.replace(
+        'name = "mlp"',
+        'name = "my_own_parts:net"\n[task]\nloss = "my_own_parts:half"\nmetrics = ["macro_f1", "my_own_parts:late"]',
+    )
     paths = bench.clients(tmp_path)
     run_folder = bench.request(tmp_path / "run", text, upload="my_own_parts:Reversed", minimum=2)
-    fleet = open_fleet(run_folder, Direct(paths))
-    with pytest.raises(RuntimeError, match=f"client 0: {DECLINED}; client 1: {DECLINED}"):
-        fleet.train(0, beginning(fleet.job).w, range(3))
+    with pytest.raises(UserError, match=f"0 of 3 clients can take part.* .client 0: {NOT_ALLOWED}; client 1"):
+        open_fleet(run_folder, Direct(paths))  # at hello, before any round
     for path in paths:
         path.write_text(f'allow = ["my_own_parts"]\n{path.read_text()}')
     post = Direct(paths)
@@ -240,6 +251,27 @@ def test_a_method_of_ones_own(tmp_path, my_parts, name):
     assert bench.models(tmp_path) == files
     assert same(finished.w, final_of(text))
     same_lines(told(run_folder), lines, "upload_bytes")  # shares are sent, too
+    assert 0 < lines[-1]["test_my_own_parts:late"] < 1
+
+
+def test_metrics_of_ones_own_that_cannot_be_told(tmp_path, my_parts, capfd):
+    """One of several numbers has no field to travel in; a private client tells none; one that fails is seen before
+    the first step, and the client's own log says why."""
+    text = config(methods["fedavg"], more=", eta1 = 0.2")
+    text = text.replace("[model]", '[task]\nmetrics = ["my_own_parts:late", "my_own_parts:several"]\n[model]')
+    paths = bench.clients(tmp_path)
+    for path, more in zip(paths, ("", PRIVACY, ""), strict=True):
+        path.write_text(f'allow = ["my_own_parts"]\n{path.read_text()}{more}')
+    run_folder = bench.request(tmp_path / "run", text)
+    conduct(run_folder, Direct(paths))
+    last = told(run_folder)[-1]["clients"]
+    assert [v is None for v in last["my_own_parts:late"]] == [False, True, False]
+    assert "my_own_parts:several" not in told(run_folder)[-1]["over_clients"]
+    failing = text.replace('"my_own_parts:several"', '"my_own_parts:net"')
+    post = Direct(paths)
+    with pytest.raises(RuntimeError, match=f"round 1: fewer than 3 .*client 0: {DECLINED}; client 1"):
+        conduct(bench.request(tmp_path / "other", failing, job="job-2"), post)
+    assert "metric 'my_own_parts:net', client 0: " in capfd.readouterr().err
 
 
 # --- private clients ---

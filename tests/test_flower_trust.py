@@ -21,7 +21,7 @@ from qupel import cli
 from qupel.flower import clean, folder, trust
 from qupel.flower.generations import Asked, Generations
 from qupel.flower.processes import Process, began, end, start
-from qupel.flower.task import load_client
+from qupel.flower.task import load_client, named_modules
 from qupel.run import config as configs
 from qupel.util.errors import UserError
 
@@ -45,6 +45,55 @@ def qupel(capsys, monkeypatch):
         return SimpleNamespace(returncode=ended.value.code or 0, stdout=said.out, stderr=said.err)
 
     return run
+
+
+# --- modules of one's own ---
+
+OWN_TASK = '[task]\nmetrics = ["macro_f1", "tryout_metrics:half"]\n[model]'
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:8443", "flower.example.org:8443"])
+def test_a_try_out_allows_what_its_config_names_and_real_clients_decide_themselves(
+    tmp_path, qupel, monkeypatch, address
+):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "tryout_metrics.py").write_text("def half(outputs, targets):\n    return 0.5\n")
+    (tmp_path / "own.toml").write_text(bench.config(2).replace("[model]", OWN_TASK))
+    done = qupel("init", tmp_path / "f", "--clients", 2, "--config", tmp_path / "own.toml", "--address", address)
+    text = (tmp_path / "f/clients/client-1/client.toml").read_text()
+    client = load_client(tmp_path / "f/clients/client-1/client.toml")
+    assert 'allow = ["tryout_metrics"]' in done.stdout
+    if address.startswith("127"):
+        assert (client.allow, client.modules) == (("tryout_metrics",), tmp_path)
+        assert "a try-out: every client.toml has" in done.stdout
+    else:
+        assert (client.allow, client.modules) == ((), None)
+        assert '\n# allow = ["tryout_metrics"]' in text
+        assert "owners that agree write" in done.stdout
+
+
+def test_what_a_config_names_is_what_its_jobs_name(tmp_path, monkeypatch):
+    """In every place that a client is told of: not the server's part, and no text that only looks like it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = "import dataclasses\nimport qupel.parts.{}.{} as m\n@dataclasses.dataclass(frozen=True)\nclass P(m.{}): ..."
+    for name, words in {"a": ("methods", "local", "Local"), "b": ("quantizers", "prox", "Prox")}.items():
+        (tmp_path / f"named_{name}.py").write_text(parts.format(*words))
+    (tmp_path / "named_c.py").write_text(parts.format("servers", "mean", "Mean"))
+    (tmp_path / "named_d.py").write_text("def f(outputs, targets, gain=1): ...\nnet = f\n")
+    text = """
+    [model]
+    name = "named_d:net"
+    args = {text = "named_x:y"}
+    [task]
+    judge_by = "named_d:f"
+    [methods."A:b"]
+    method = "named_a:P"
+    quantizer = "named_b:P"
+    server = "named_c:P"
+    """
+    assert named_modules(configs.parse(text, "test")) == ["named_a", "named_b", "named_d"]
+    assert named_modules(configs.parse(bench.config(), "test")) == []
 
 
 # --- one app ---
@@ -306,7 +355,15 @@ def test_workers_of_a_supernode_that_is_gone(made, gone):
     ("options", "words"),
     [
         (("--upload", "zip"), "--upload: unknown codec 'zip'; allowed: fp16, fp32, int8"),
-        (("--set", 'task.metrics=["operator:sub"]'), "task.metrics: clients on Flower tell built-in ones only"),
+        (("--set", 'task.metrics=["operators:sub"]'), "metric 'operators:sub': no module 'operators'"),
+        (
+            ("--set", "seeds=[1, 2]"),
+            "this config has 2 runs (methods x seeds), one at a time is run here; give --cell,",
+        ),
+        (
+            ("--set", "seeds=[1, 2]", "--cell", "QuPeL-s3"),
+            "--cell 'QuPeL-s3' is none of them; give --cell, one of QuPeL-s1",
+        ),
         (("--set", "diagnostics=cheap"), "diagnostics: clients on Flower tell scores only"),
         (("--set", "model.start=x.safetensors"), "model.start: a federation on Flower starts from the model's name"),
     ],

@@ -1,5 +1,6 @@
 """`qupel new DIR`, `qupel --version`, shell completion: what a newcomer meets first."""
 
+import json
 import os
 import subprocess
 import sys
@@ -63,3 +64,28 @@ def test_a_shell_completes_commands(tmp_path, shell):
     assert "report" not in answer.stdout
     script = python("-c", program, cwd=tmp_path, _QUPEL_COMPLETE=f"source_{shell}")
     assert "_QUPEL_COMPLETE=complete_" in script.stdout
+
+
+@pytest.mark.slow
+def test_a_new_project_runs_on_flower_as_it_is(tmp_path):
+    """Its README's commands, with two clients: own network, data and metric, with nothing edited."""
+    pytest.importorskip("flwr")
+    write_project(folder := tmp_path / "mine")
+
+    def flower(*arguments):
+        done = python("-m", "qupel", "flower", *arguments, cwd=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert 'allow = ["my_metrics", "my_nets"]' in flower("init", "fleet", "--clients", 2, "--config", "federation.toml")
+    try:
+        flower("up", "fleet")
+        short = ("--set", "rounds=5", "--set", "methods.QuPeL.warmup=0.4")
+        flower("run", "fleet", "federation.toml", "--cell", "QuPeL-s0", "--name", "first", *short)
+    finally:
+        ended = flower("down", "fleet")
+    assert "superlink" in ended
+    last = json.loads((folder / "fleet/runs/first/metrics.jsonl").read_text().splitlines()[-1])
+    assert last["test"] > 0.4  # by chance a third
+    assert len(last["clients"]["my_metrics:worst_class"]) == 2
+    assert len(list((folder / "fleet/clients").glob("*/state/*/model.safetensors"))) == 2

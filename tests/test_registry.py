@@ -219,7 +219,7 @@ def described(registry, part):
     return json.loads(json.dumps(registry.describe(part)))
 
 
-ALL = [(registry, entry.part) for registry in REGISTRIES.values() for entry in registry.all().values()]
+ALL = [(registry, entry.part) for registry in list(REGISTRIES.values()) for entry in registry.all().values()]
 BUILT = [pair for pair in ALL if is_dataclass(pair[1]) and isinstance(pair[1], type)]
 
 

@@ -18,7 +18,7 @@ from qupel.core.schedule import Clock
 from qupel.paper import published as paper
 from qupel.paper.forms import FORMS
 from qupel.paper.reproduce import plan
-from qupel.paper.reproduce.commands import _duration, reproduce
+from qupel.paper.reproduce.commands import reproduce
 from qupel.paper.reproduce.publish import publish
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
@@ -29,6 +29,7 @@ from qupel.report.significance import Gain
 from qupel.report.write import write_report
 from qupel.run.experiment import cells, result_file
 from qupel.run.recipes import Length, find
+from qupel.run.status import duration, status
 from qupel.util.errors import UserError
 
 COMMAND = [sys.executable, "-m", "qupel", "reproduce", "table2", "--scale", "smoke", "--seeds", "1", "--workers", "1"]
@@ -390,25 +391,25 @@ def test_the_rest_is_expected_from_what_is_done(tmp_path):
         path.parent.mkdir(parents=True)
         path.write_text(json.dumps({"seconds": seconds, **more}))
 
-    assert plan.status(tmp_path, config).seconds is None
+    assert status(tmp_path, config).seconds is None
     first, second = (c for c in todo if c.label == f"{paper.QUPEL} @ 2 bits")
     done(first, 10.0)
-    found = plan.status(tmp_path, config)
+    found = status(tmp_path, config)
     assert (found.done, found.seconds) == (1, pytest.approx(39 * 10))
     other = next(c for c in todo if c.label == f"{paper.QUPEL} @ 3 bits")
     done(other, 20.0)  # same row: the mean of both, but its own label where that is known
-    assert plan.status(tmp_path, config).seconds == pytest.approx(10 + 20 + 36 * 15)
+    assert status(tmp_path, config).seconds == pytest.approx(10 + 20 + 36 * 15)
     log = result_file(tmp_path, second).with_name("metrics.jsonl")
     log.parent.mkdir()
     log.write_text('{"round": 3}\n{"round": 7, "te')
-    assert plan.status(tmp_path, config).seconds == pytest.approx(10 * 4 / 7 + 20 + 36 * 15)
+    assert status(tmp_path, config).seconds == pytest.approx(10 * 4 / 7 + 20 + 36 * 15)
     done(next(c for c in todo if c.label.startswith("FedAvg @")), 1e6, taken_from="elsewhere")
-    assert plan.status(tmp_path, config).seconds == pytest.approx(10 * 4 / 7 + 20 + 35 * 15)
+    assert status(tmp_path, config).seconds == pytest.approx(10 * 4 / 7 + 20 + 35 * 15)
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(12.3, "12 s"), (600, "10 min"), (3725 * 2, "2 h 4 min")])
 def test_durations(seconds, text):
-    assert _duration(seconds) == text
+    assert duration(seconds) == text
 
 
 # --- TensorBoard ---

@@ -257,7 +257,7 @@ def test_what_a_function_may_return():
         ),
         (["data.name=own_data:nothing", "data.args={}"], "data 'own_data:nothing': returns int; allowed are a list"),
         (["data.name=own_data:broken", "data.args={}"], "data 'own_data:broken' raises OSError: no such sensor$"),
-        (["data.name=digits"], "data.args are for a function of your own"),
+        (["data.name=digits"], "data.args.clients: unknown setting of digits; it has none"),
         (["data.name=nowhere/", "data.args={}"], "data folder nowhere/ does not exist"),
         (
             ["data.name=nowhere", "data.args={}"],

@@ -265,9 +265,15 @@ def test_fetching(tmp_path, cache, monkeypatch):
         load("cifar10", tmp_path)  # who names a folder means it
 
 
-def test_fetching_through_the_package(tmp_path, cache, monkeypatch):
-    monkeypatch.delitem(sys.modules, "datasets")
-    datasets = pytest.importorskip("datasets")
+@pytest.fixture
+def package():
+    """The package itself, before `cache` hides it; loaded twice, its classes would be taken for strangers'."""
+    return pytest.importorskip("datasets")
+
+
+def test_fetching_through_the_package(package, tmp_path, cache, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    datasets = package
     cifar(tmp_path)
     files = {split: str(tmp_path / f"{split}-00000-of-00001.parquet") for split in ("train", "test")}
     local = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "kept"))

@@ -21,7 +21,7 @@ from qupel.flower import commands as flower
 from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
 from qupel.run import lists
-from qupel.run.commands import adapt
+from qupel.run.commands import adapt, compare, leaderboard
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
     Watcher,
@@ -179,7 +179,7 @@ def _crew(
             return
         if ranks.rank > 0:
             if config is not None:  # that of rank 0 comes as an order; parts of one's own may stand beside the file
-                configs.find_modules_beside(config)
+                configs.find_modules_in(config.resolve().parent)
             experiment.serve(ranks)
         if engine == "local" and ranks.size > 1:
             raise UserError(f"{ranks.size} ranks were started, and the local engine needs none: start it by itself")
@@ -304,6 +304,8 @@ for _command, _name in (
     (lists.models, "models"),
     (lists.new, "new"),
     (adapt, "adapt"),
+    (compare, "compare"),
+    (leaderboard, "leaderboard"),
     (deploy.export, "export"),
     (deploy.inspect, "inspect"),
     (deploy.predict, "predict"),

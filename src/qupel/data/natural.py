@@ -129,14 +129,15 @@ def mnist_writers(
 
 
 @datasets.register("emg", about="gestures of 40 people by their muscles, 8 x 52, 7 classes")
-def emg(folder: Folder = None, limit: int | None = None) -> Dataset:
-    """The person of each window is its group; the fourth of four recordings is to test with."""
+def emg(folder: Folder = None, limit: int | None = None, people: int | None = None) -> Dataset:
+    """The person of each window is its group; the fourth of four recordings is to test with. people: only the first so
+    many of the 40."""
     data = from_npz(find_file("emg", folder, ("emg",), ("emg.npz",)))
     groups, tests = data.train.groups, data.test.groups
     if groups is None or tests is None:
         raise UserError("emg.npz: train_groups and test_groups say who made each window; they are missing")
     owners = []
-    for person in groups.unique().tolist():
+    for person in first(people, groups.unique().tolist(), "people"):
         pairs = ((data.train, groups == person), (data.test, tests == person))
         read = (samples.read(np.flatnonzero(mine)) for samples, mine in pairs)
         train, test = ((found.inputs, found.targets) for found in read)

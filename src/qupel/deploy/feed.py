@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qupel.deploy.about import INPUT_TYPES, About, Input
 from qupel.util.errors import UserError
@@ -27,10 +27,6 @@ def feed(about: About, batch: int, random: torch.Generator | None = None, below:
     values = [value(i) for i in about.takes]
     names = [i.name for i in about.takes]
     return dict(zip(names, values, strict=True)) if all(names) else tuple(values)
-
-
-def call(module: nn.Module, inputs: Inputs) -> Any:
-    return module(**inputs) if isinstance(inputs, dict) else module(*inputs)
 
 
 def described(inputs: Any) -> dict[str, Any]:

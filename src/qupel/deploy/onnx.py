@@ -31,13 +31,14 @@ from torch import Tensor, nn
 from qupel.core.codebook import Codebook
 from qupel.deploy import header
 from qupel.deploy.about import About
-from qupel.deploy.feed import Inputs, call, feed
+from qupel.deploy.feed import Inputs, feed
 from qupel.deploy.file import write_file
 from qupel.deploy.formats import exporter
 from qupel.deploy.pack import pack
 from qupel.deploy.packed import Layer, Packed, Rest, pack_model
 from qupel.deploy.sessions import KEY, library, read_about, session
 from qupel.deploy.tidy import tidy
+from qupel.tasks.task import call
 from qupel.util.errors import UserError
 
 __all__ = ["KEY", "export_onnx", "library", "read_about", "session"]

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import sys
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,12 +65,18 @@ def needs(name: str) -> dict[str, str]:
     """Versions of torch and, where the module comes with a package, of that."""
     top = name.partition(":")[0].partition(".")[0]
     found = {"torch": torch.__version__.partition("+")[0]}
-    for package in packages_distributions().get(top, ()):
+    for package in _distributions().get(top, ()):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Top-level modules -> the packages they come with; a second's work, where every client's file asks for it."""
+    return packages_distributions()
 
 
 def is_installed(name: str) -> bool:

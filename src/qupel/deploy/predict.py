@@ -17,13 +17,13 @@ from qupel.data import checks, npz
 from qupel.data.batches import Transform
 from qupel.deploy import sessions
 from qupel.deploy.about import About
-from qupel.deploy.feed import call
 from qupel.deploy.file import load
 from qupel.deploy.header import FormatError
 from qupel.deploy.memory import peak, reset_peak, resident
 from qupel.deploy.own import NOTHING, Allowed
 from qupel.deploy.runtime import keep_packed as stay_packed
 from qupel.deploy.sandbox import Sandbox
+from qupel.tasks.task import call
 from qupel.util.errors import UserError
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qupel.core.codebook import mean_bits, model_bytes
-from qupel.core.layout import Layout
+from qupel.core.layout import Layout, Slot
 from qupel.core.quantize import dead_centers
 from qupel.data.batches import batch, chunks, generator, rows_of_steps
 from qupel.data.samples import Samples
@@ -26,7 +27,8 @@ from qupel.engine.store import DiskStore, Forms, MemoryStore, Store, restore, sn
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
 from qupel.parts.base import Deployed, Info, Rows, State, Upload
-from qupel.parts.methods.base import adapted, keeps_state, state_of
+from qupel.parts.methods.base import adapted, keeps_state, models_of, state_of
+from qupel.parts.prior import NO_PRIOR, Prior, output_bias, shift
 from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
 from qupel.tasks.task import Batch, Diverged, ModuleTask, Problem, Task, Value
 
@@ -72,6 +74,8 @@ class Shard:
         self.initial = self._initial("")
         self.layout = Layout.of(job.module)
         self.starts: dict[Any, tuple[Tensor, State]] = {}  # phase and plan -> a model, what `_start` made of it
+        self.priors: dict[tuple[int, float], Prior] = {}
+        self.biases: dict[str, Slot | None] = {}
         layouts = {name: Layout.of(module) for name, module in job.networks.items()} | {"": self.layout}
         self.forms = Forms(
             layout=lambda client: layouts[job.network_of(client)],
@@ -111,10 +115,34 @@ class Shard:
         newcomer = State(self._initial(name) if name else w[0], w[0])  # the server's newest model is where it starts
         at, state = found if found else (-1, newcomer)
         for k in range(max(at, 0), phase + 1):
-            state = state if k == at else self._start(k, state, client)
-            method = job.phases[k].method
-            state = method.receive(state, w if k == phase else method.broadcast(w[0]))
+            method, prior = job.phases[k].method, self.prior(client, k)
+            if k != at:
+                before = self.prior(client, k - 1) if k else NO_PRIOR
+                state = self._start(k, prior.entered(before, state), client)
+            rows = w if k == phase else method.broadcast(w[0])
+            state = method.receive(state, prior.seen(rows, models_of(method, len(rows))))
         return state
+
+    def prior(self, client: int, phase: int) -> Prior:
+        """How a client sees shared models in a phase."""
+        job, pseudo = self.job, self.job.phases[phase].prior
+        if not pseudo or job.data.classes is None:
+            return NO_PRIOR
+        if (client, pseudo) not in self.priors:
+            x, w = (self._output_bias(name) for name in (job.network_of(client), ""))
+            labels = job.data.train.read(job.parts[client].train_rows).targets if x and w else None
+            lowered = shift(labels, job.data.classes, pseudo) if isinstance(labels, Tensor) else None
+            self.priors[client, pseudo] = NO_PRIOR if lowered is None else Prior(lowered, x, w)
+        return self.priors[client, pseudo]
+
+    def _output_bias(self, name: str) -> Slot | None:
+        """The bias of a network's outputs, found with a look at two samples."""
+        if name not in self.biases:
+            job, module = self.job, copy.deepcopy(self._network(name))
+            first = self.mine[0]
+            some = batch(job.data.train, job.parts[first].train_rows[:2], job.transform_of(first))
+            self.biases[name] = output_bias(module, Layout.of(module), some.inputs, job.data.classes or 0)
+        return self.biases[name]
 
     def _start(self, phase: int, before: State, client: int) -> State:
         """The method's `start`. Many clients come with one and the same model, from FedAvg or from nowhere: what it
@@ -144,7 +172,7 @@ class Shard:
                         batch = self.batch(client, round * job.local_steps + local, picked[local])
                         state, info = method.step(state, problem, batch, job.clock(round, local))
                         told.add(info)
-                    upload = method.upload(state)
+                    upload = self.prior(client, phase).sent(method.upload(state), models_of(method, len(w)))
                 fault = screen(upload, w) or sound(state)
                 fault = f"round {round + 1}: {fault}" if fault else None
             except Exception as e:

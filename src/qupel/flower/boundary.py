@@ -31,6 +31,7 @@ DECLINED = "it declined; its own log says why"
 NO_WORKER = "its worker did not start; its own log says why"
 NO_QUESTION = "not a question this client understands"
 NO_CLASSES = "its data have no classes"
+NOT_ALLOWED = "the job names a module that its client.toml does not allow; its own log says which"
 REFUSALS = {  # of a private client (`ledger`)
     "round-answered": "a private client answers a round once, and has answered this one",
     "budget-spent": "a private client answers within its own max_rounds, max_epsilon and max_delta, which are spent",
@@ -44,6 +45,7 @@ SENTENCES = (
     NO_WORKER,
     NO_QUESTION,
     NO_CLASSES,
+    NOT_ALLOWED,
     "the server speaks protocol {}, this client {}",
     "client {} in a job for {} clients, numbered from 0",
     LAYOUT,
@@ -103,6 +105,7 @@ def _is_shape(value: Any) -> bool:
 CLIENT = whole(0, 2**31 - 1, "a whole number from 0")
 ROUND = whole(0, 2**31 - 1, "a whole number from 0")
 COUNT = whole(1, 2**31 - 1, "a whole number from 1 to 2^31 - 1")
+TESTED = whole(0, 2**31 - 1, "a whole number from 0 to 2^31 - 1")
 CLASSES = whole(1, MOST_CLASSES, "a whole number from 1 to 2^20")
 SIZE = whole(0, 2**40, "a whole number from 0 to 2^40")
 BITS = real(0, 64, "a number from 0 to 64")
@@ -180,6 +183,7 @@ class Scores(PrivateScores):
     bytes: int = say(SIZE, "size of its model")
     bits: float = say(BITS, "mean bits of a quantized weight")
     dead: int = say(SIZE, "centers without a weight")
+    tested: int = say(TESTED, "its test samples", default=0)
     test_metrics: tuple[float | None, ...] = say(METRICS, "the job's metrics on its test data", default=())
     validation_metrics: tuple[float | None, ...] = say(METRICS, "the same on its validation data", default=())
     float_test_metrics: tuple[float | None, ...] = say(METRICS, "the same before quantization", default=())

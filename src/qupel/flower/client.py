@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ from qupel.flower.boundary import Answer
 from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations, Undone
 from qupel.flower.ledger import Ledger
-from qupel.flower.task import PROTOCOL, ClientConfig, Task, plain_name
+from qupel.flower.task import PROTOCOL, ClientConfig, Task, Wanted
 from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
 from qupel.parts.base import Deployed, Rows, Upload, vector
 from qupel.run.adapt import Origin, adapt_clients, layout_hash
@@ -47,8 +47,9 @@ from qupel.run.jobs import Cell, assemble, build_model, build_plans, data_of, de
 from qupel.tasks import zoo
 from qupel.tasks.judge import Judge, Score, value
 from qupel.util.errors import UserError
-from qupel.util.registry import imports_limited_to
+from qupel.util.registry import NotAllowed, imports_limited_to
 
+W = TypeVar("W", bound=Wanted)
 MODEL = "model.safetensors"  # in the folder of the job
 
 
@@ -82,7 +83,7 @@ class Client:
         if kind == "hello":
             return self._hello(header), b""
         if kind == "adapt":
-            return LateJob(self.config, self._task(header["task"])).adapt(int(header["round"]), body), b""
+            return LateJob(self.config, self._allowed(Task, header["task"])).adapt(int(header["round"]), body), b""
         job = self._job(header["task"])
         round, undone = int(header["round"]), [(int(first), int(last)) for first, last in header["undone"]]
         w = job.rows(round, body)
@@ -101,23 +102,26 @@ class Client:
             raise UserError(boundary.NO_CLASSES)
         shape = self.data.shape
         layout = None
-        if "model" in header:  # before any round: whether both sides mean the same network
-            with imports_limited_to(self.config.allow):
-                name = plain_name(str(header["model"]))
-                zoo.networks[name]  # what is not allowed is refused here
-                with suppress(UserError):  # one that does not fit these data has no layout, and the server sees why
-                    layout = layout_hash(zoo.build(name, shape, self.data.classes, 0, dict(header["args"])))
+        if "wanted" in header:  # before any round: whether both sides have, and mean, the same
+            wanted = self._allowed(Wanted, header["wanted"])
+            with suppress(UserError):  # a network that does not fit these data has no layout, and the server sees why
+                layout = layout_hash(zoo.build(wanted.model, shape, self.data.classes, 0, wanted.args))
         return boundary.Hello(self.config.client, samples, shape, self.data.classes, layout)
 
-    def _task(self, described: Any) -> Task:
+    def _allowed(self, kind: type[W], described: Any) -> W:
+        """What a server describes, where all of its parts may be imported here."""
         try:
             with imports_limited_to(self.config.allow):  # a server says which parts, not which code is loaded
-                return Task.model_validate_json(json.dumps(described))
+                return kind.model_validate_json(json.dumps(described))
         except ValidationError as e:
-            raise UserError(f"the server's task: {explain(e)}") from None
+            said = f"the server's task: {explain(e)}"
+            if not any(isinstance(error.get("ctx", {}).get("error"), NotAllowed) for error in e.errors()):
+                raise UserError(said) from None
+            log(said)
+            raise UserError(boundary.NOT_ALLOWED) from None
 
     def _job(self, described: Any) -> ClientJob:
-        task = self._task(described)
+        task = self._allowed(Task, described)
         if self.job is None or self.job.task != task:
             self.job = ClientJob(self.config, task)
         return self.job
@@ -143,7 +147,7 @@ class LateJob:
         everyone = [parts[own_number(own, parts)]] * task.clients
         job = assemble(self.config, self.cell, module, data, everyone, [plan] * task.clients)
         check_trainable(job)
-        self.job = replace(job, names=(), epoch_steps=task.epoch_steps)
+        self.job = replace(job, epoch_steps=task.epoch_steps)
         self.size = Layout.of(module).size
         self.folder = own.state / task.job
 
@@ -177,7 +181,8 @@ class LateJob:
     def write(self, module: nn.Module, model: Deployed, name: str, test: Score) -> int:
         """This client's file; its bytes."""
         allowed = parse_size(self.own.budget) if self.own.budget and model.codebook else None
-        about = describe(self.config, self.cell, self.job.data_of(0), name, value(test), allowed)
+        score = value(test, self.job.judge_by) if test.count else None
+        about = describe(self.config, self.cell, self.job.data_of(0), name, score, allowed)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         written = save(self.folder / MODEL, module, model.codebook, about=about)
         if allowed is not None and written > allowed:
@@ -253,7 +258,7 @@ class ClientJob(LateJob):
         self.generations.upto(round, undone)
         (judged,) = self.shard.evaluate(round, w, [self.client])
         scores = (*sayable(judged.test), *sayable(judged.validation), *sayable(judged.float_test))
-        size = (judged.bytes or 0, judged.bits or 0.0, judged.dead or 0)
+        size = (judged.bytes or 0, judged.bits or 0.0, judged.dead or 0, judged.test.count)
         more = (self._more(score) for score in (judged.test, judged.validation, judged.float_test))
         return boundary.Scores(self.client, round, *scores, *size, *more)
 
@@ -299,7 +304,7 @@ def merged(own: ClientConfig, task: Task | None) -> Config:
         data=data.model_copy(update={"augment": task.augment}),
         split=split,
         model=ModelConfig(name=task.model, args=task.args, layers=own.layers, levels=own.levels),
-        task=TaskConfig(loss=task.loss, metrics=task.metrics),
+        task=TaskConfig(loss=task.loss, metrics=task.metrics, judge_by=task.judge_by),
         bits=own.bits or "auto",
         budget=own.budget,
         local_steps=task.local_steps,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qupel.flower.folder import Federation
     from qupel.flower.server import Request
     from qupel.run.config import Config
+    from qupel.run.jobs import Cell
 
 app = typer.Typer(no_args_is_help=True, help="A federation over machines that do not trust each other, on Flower.")
 out = Console()
@@ -61,6 +62,7 @@ def init(
 def _init(folder: Path, clients: int, address: str, config: Path | None, venv: str) -> Federation:
     require_flower()
     from qupel.flower import folder as folders
+    from qupel.flower.task import named_modules
     from qupel.run import config as configs
 
     host, _, port = address.rpartition(":")
@@ -68,7 +70,14 @@ def _init(folder: Path, clients: int, address: str, config: Path | None, venv: s
         raise UserError(f"--address {address!r}: expected HOST:PORT, e.g. flower.example.org:8443")
     text = DEFAULT_CONFIG.format(clients=clients)
     parsed = configs.load(config) if config else configs.parse(text, "the default")
-    return folders.init(folder, clients, host.strip("[]"), int(port), parsed, venv)
+    host, beside = host.strip("[]"), config.resolve().parent if config else None
+    made = folders.init(folder, clients, host, int(port), parsed, venv, beside)
+    if named := named_modules(parsed):
+        here, allow = folders.is_here(host), f"allow = {json.dumps(named)}"
+        said = f"a try-out: every client.toml has {allow}, of {beside}"
+        other = f"the config names modules of its own: owners that agree write {allow} into their client.toml"
+        out.print(said if here else other, markup=False, highlight=False, soft_wrap=True)
+    return made
 
 
 @app.command()
@@ -217,7 +226,8 @@ def down(folder: Dir) -> None:
 @app.command()
 def run(
     folder: Dir,
-    config: Annotated[Path, typer.Argument(help="a TOML file with one method; data, split and bits are the clients'")],
+    config: Annotated[Path, typer.Argument(help="a TOML file, of which data, split and bits are the clients' own")],
+    cell: Annotated[str | None, typer.Option("--cell", help="METHOD-sSEED, when the config has several")] = None,
     name: Annotated[str | None, typer.Option(help="of the run (default: the config's name and the time)")] = None,
     set: Annotated[list[str] | None, typer.Option("--set", help="override a key: --set rounds=10")] = None,
     minimum: Annotated[
@@ -236,15 +246,13 @@ def run(
     from qupel.flower.server import Request, Terms, check_told
     from qupel.parts.codecs import codecs
     from qupel.run import config as configs
-    from qupel.run.jobs import cells
+    from qupel.run.jobs import one_cell
 
     federation = Federation.open(folder)
     _warn(federation)
     parsed = configs.load(config, set or [])
-    (cell,) = _one(cells(parsed))
+    chosen = one_cell(parsed, cell)
     check_told(parsed)
-    if parsed.model.start is not None:
-        raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
     codecs.build(upload, "--upload")
     least = minimum or max(1, federation.clients - len(federation.revoked()))
     terms = Terms(federation.clients, least, deadline, patience, upload, most_weight)
@@ -253,37 +261,31 @@ def run(
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     target = federation.folder / "runs" / name
     if resume:
-        request = _known(target, parsed, terms)
+        request = _known(target, parsed, chosen, terms)
         if (target / "result.json").exists():
             out.print(f"{shown(target)} is finished")
             return _show(target)
     else:
         if target.exists():
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
-        request = Request(
-            job=f"{cell.name}-{secrets.token_hex(4)}", config=parsed, label=cell.label, seed=cell.seed, terms=terms
-        )
+        job, beside = f"{chosen.name}-{secrets.token_hex(4)}", config.resolve().parent
+        request = Request(job=job, config=parsed, label=chosen.label, seed=chosen.seed, terms=terms, modules=beside)
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")
     return _show(target)
 
 
-def _one(found: list[Any]) -> list[Any]:
-    if len(found) != 1:
-        raise UserError(f"this config has {len(found)} runs (methods x seeds); a federation runs one at a time")
-    return found
-
-
-def _known(target: Path, config: Config, terms: Any) -> Request:
+def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:
     """The request of a run that is resumed: the same settings, but deadlines and the minimum may be new."""
     from qupel.flower.server import Request
 
     if not (target / "request.json").exists():
         raise UserError(f"{target} holds no run to resume")
     before = Request.read(target)
-    if before.config != config or before.terms.upload != terms.upload:
-        raise UserError(f"{target} was made with another config or --upload; resume it with those")
+    asked = (config, cell.label, cell.seed, terms.upload)
+    if (before.config, before.label, before.seed, before.terms.upload) != asked:
+        raise UserError(f"{target} was made with another config, --cell or --upload; resume it with those")
     return before.model_copy(update={"terms": terms})
 
 

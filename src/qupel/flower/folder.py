@@ -109,8 +109,11 @@ def flower_environment(home: Path) -> dict[str, str]:
     }
 
 
-def init(folder: Path, clients: int, host: str, port: int, config: Config, venv: str) -> Federation:
-    """Write everything; nothing is started."""
+def init(
+    folder: Path, clients: int, host: str, port: int, config: Config, venv: str, modules: Path | None = None
+) -> Federation:
+    """Write everything; nothing is started. modules: where the config's own are; clients of a try-out allow them, to
+    others it is only said what they could allow."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; give another folder")
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +126,7 @@ def init(folder: Path, clients: int, host: str, port: int, config: Config, venv:
     known = bundle(folder)
     _server(federation, venv)
     for number in range(clients):
-        _client(federation, number, config, venv)
+        _client(federation, number, client_text(number, config, modules if is_here(host) else None), venv)
         write_atomic(federation.client(number) / "app.sha256", known + "\n")
     described: dict[str, Any] = asdict(federation)
     del described["folder"]
@@ -169,7 +172,7 @@ def _server(federation: Federation, venv: str) -> None:
     write_atomic(here / "nginx.conf", templates.NGINX.format(**names_))
 
 
-def _client(federation: Federation, number: int, config: Config, venv: str) -> None:
+def _client(federation: Federation, number: int, settings: str, venv: str) -> None:
     from cryptography.hazmat.primitives import serialization as form
     from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -182,7 +185,7 @@ def _client(federation: Federation, number: int, config: Config, venv: str) -> N
     write_atomic(here / "key.pub", public + b"\n")
     write_atomic(federation.server / "keys" / f"client-{number}.pub", public + b"\n")
     write_atomic(here / "ca.crt", federation.authority.read_bytes())
-    write_atomic(here / "client.toml", client_text(number, config))
+    write_atomic(here / "client.toml", settings)
     command = federation.supernode(number, f"{federation.host}:{federation.port}", 9094)
     _start_file(here, command, venv)
     unit = {"what": "this folder", "place": f"/srv/qupel/{here.name}", "start": f"/srv/qupel/{here.name}/start.sh"}
@@ -206,8 +209,16 @@ def _quoted(part: str) -> str:
     return '"' + part.replace('"', '\\"') + '"'
 
 
-def client_text(number: int, config: Config) -> str:
-    """client.toml of a try-out: this client's share of the config's data, and its entry of the config's bits."""
+def is_here(host: str) -> bool:
+    """A try-out: clients reach the server on this machine only."""
+    return host in {LOOPBACK, "localhost", "::1"}
+
+
+def client_text(number: int, config: Config, modules: Path | None = None) -> str:
+    """client.toml of a try-out: this client's share of the config's data, and its entry of the config's bits. It allows
+    what the config names from a folder of this machine; otherwise it only says what could be allowed."""
+    from qupel.flower.task import named_modules
+
     bits = config.bits
     if bits == "auto":
         budgets = config.budgets()
@@ -221,7 +232,11 @@ def client_text(number: int, config: Config) -> str:
     split = {k: v for k, v in config.split.model_dump(mode="json").items() if v is not None}
     tables = [f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items())
               for name, table in (("data", data), ("split", split))]  # fmt: skip
-    return templates.CLIENT.format(number=number, size=size, layers=layers, data=tables[0], split=tables[1])
+    named, own = named_modules(config), ""
+    if named or ":" in config.data.name:
+        text = templates.ELSEWHERE if modules is None else templates.TRY_OUT
+        own = text.format(allow=_toml(named), folder=_toml(str(modules)))
+    return templates.CLIENT.format(number=number, size=size, layers=layers, own=own, data=tables[0], split=tables[1])
 
 
 def _toml(value: Any) -> str:

@@ -31,16 +31,15 @@ from qupel.engine.shard import Judged, Trained, screen
 from qupel.flower import boundary
 from qupel.flower.boundary import Answer, printable
 from qupel.flower.frames import Header
-from qupel.flower.task import PROTOCOL, Task
+from qupel.flower.task import PROTOCOL, Task, Wanted
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
 from qupel.parts.methods.base import sends
 from qupel.run.adapt import FILE, layout_hash, write_origin
-from qupel.run.config import Config, Strict
+from qupel.run.config import Config, Strict, find_modules_in
 from qupel.run.folder import origin_of
-from qupel.run.jobs import Cell, assemble, build_model, model_name
+from qupel.run.jobs import Cell, assemble, build_model
 from qupel.tasks.judge import Score
-from qupel.tasks.metrics import metrics
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_atomic, write_json
 
@@ -211,6 +210,7 @@ def judged_of(heard: boundary.PrivateScores, metrics: Sequence[str] = ()) -> Jud
         unsaid = Score(math.nan, None, 0)
         return Judged(heard.client, unsaid, unsaid, unsaid, None, None, None)
     test = score(heard.test, heard.test_loss, metrics, heard.test_metrics)
+    test = replace(test, count=min(test.count, 1) * max(1, heard.tested))
     validation = score(heard.validation, heard.validation_loss, metrics, heard.validation_metrics)
     float_test = score(heard.float_test, heard.float_test_loss, metrics, heard.float_test_metrics)
     return Judged(heard.client, test, validation, float_test, heard.bytes, heard.bits, heard.dead)
@@ -255,10 +255,14 @@ class Request(Strict):
     label: str
     seed: int
     terms: Terms
+    modules: Path | None = None  # where parts of one's own are: beside the config
 
     @classmethod
     def read(cls, folder: Path) -> Request:
-        return cls.model_validate_json((folder / "request.json").read_text())
+        raw = read_json(folder / "request.json")
+        if raw.get("modules"):
+            find_modules_in(Path(raw["modules"]))
+        return cls.model_validate_json(json.dumps(raw))
 
     def write(self, folder: Path) -> None:
         write_atomic(folder / "request.json", self.model_dump_json(indent=1) + "\n")
@@ -270,7 +274,7 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     terms = request.terms
     header = {"kind": "hello", "protocol": PROTOCOL, "seed": request.seed}
     cell = Cell(request.label, request.seed)
-    header |= {"model": model_name(request.config, cell), "args": request.config.model.args}
+    header["wanted"] = Wanted.of_config(request.config, cell).model_dump()
     limit = time.monotonic() + terms.patience
     hellos: dict[int, boundary.Hello] = {}
     for _ in range(TRIES):
@@ -313,14 +317,11 @@ def nothing(shape: tuple[int, ...], classes: int) -> Dataset:
 
 
 def check_told(config: Config) -> None:
-    """Clients tell a closed list of things: what a run needs beyond it cannot be had."""
+    """Clients tell a closed list of things, and are told another: what a run needs beyond cannot be had."""
     if config.diagnostics != "off":
         raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
-    own = [name for name in config.task.asked() if name not in metrics]
-    if own:
-        raise UserError(
-            f"task.metrics: clients on Flower tell built-in ones only ({', '.join(metrics)}), not {own[0]!r}"
-        )
+    if config.model.start is not None:
+        raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
     if config.data.standardize == "shared":
         raise UserError('data.standardize = "shared": clients on Flower tell nothing of their data; use "client"')
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.flower.boundary import HASH, JOB, MOST_METRICS
 from qupel.parts.codecs import codecs
+from qupel.parts.phase import Phase
 from qupel.parts.servers.mean import Mean
 from qupel.run.adapt import layout_hash
 from qupel.run.config import (
@@ -25,17 +27,85 @@ from qupel.run.config import (
     check_bits,
     check_model,
     explain,
-    find_modules_beside,
+    find_modules_in,
 )
-from qupel.run.jobs import Cell, model_name
+from qupel.run.jobs import Cell, build_phases, model_name
+from qupel.run.recipes import Length
 from qupel.tasks.losses import losses
-from qupel.tasks.metrics import metrics
+from qupel.tasks.metrics import chosen, metrics
 from qupel.util.errors import UserError
 
 PROTOCOL: Literal[4] = 4  # of the messages between server and clients; both sides must agree
 
 
-class Task(Strict):
+class Wanted(Strict):
+    """What a job trains and is judged by, said at hello: a client that does not allow a part of it declines there."""
+
+    model: str
+    args: dict[str, Any] = Field({}, description="what the network is built with")
+    loss: str | None = None
+    metrics: tuple[str, ...] = Field((), max_length=MOST_METRICS, description="one number each is told, in this order")
+    judge_by: str | None = Field(None, description="what of these a client's file names as its score")
+
+    @field_validator("model")
+    @classmethod
+    def _model(cls, value: str) -> str:
+        return check_model(plain_name(value))
+
+    @field_validator("loss")
+    @classmethod
+    def _loss(cls, value: str | None) -> str | None:
+        if value is not None:
+            losses[plain_name(value)]
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            metrics[plain_name(name)]
+        return value
+
+    @field_validator("judge_by")
+    @classmethod
+    def _judge(cls, value: str | None) -> str | None:
+        if value is not None:
+            chosen((), plain_name(value))
+        return value
+
+    @classmethod
+    def of_config(cls, config: Config, cell: Cell) -> Wanted:
+        return cls(
+            model=model_name(config, cell),
+            args=config.model.args,
+            loss=config.task.loss,
+            metrics=tuple(config.task.asked()),
+            judge_by=config.task.judge_by,
+        )
+
+
+def named_modules(config: Config) -> list[str]:
+    """The modules that jobs of a config name their parts from: what clients must allow."""
+    found: set[str] = set()
+
+    def walk(value: Any) -> None:
+        if isinstance(value, str) and re.fullmatch(r"[\w.]+:\w+", value):
+            found.add(value.partition(":")[0])
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
+            walk(inner)
+
+    for label, method in config.methods.items():
+        walk(Wanted.of_config(config, Cell(label, 0)).model_dump(exclude={"args"}))
+        walk([sent(phase) for phase in build_phases(method, Length(config.rounds, config.local_steps, 1))])
+    return sorted(found)
+
+
+def sent(phase: Phase) -> dict[str, Any]:
+    """A phase as clients are told it: without the server's part."""
+    return replace(phase, server=Mean()).table()
+
+
+class Task(Wanted):
     """One job, in every message of it: a client that joins late or starts again needs nothing else but w.
 
     It holds no bits: how small a client's model gets is the client's own business. Nor does it hold the server's part
@@ -48,13 +118,7 @@ class Task(Strict):
     job: str = Field(pattern=f"^{JOB}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
-    model: str
-    args: dict[str, Any] = Field({}, description="what the network is built with")
     layout: str | None = Field(None, pattern=f"^{HASH}$", description="hash of the network's names and shapes")
-    loss: str | None = None
-    metrics: tuple[str, ...] = Field(
-        (), max_length=MOST_METRICS, description="names of built-in ones, told in this order"
-    )
     shape: tuple[int, ...]
     classes: int = Field(ge=1)
     clients: int = Field(ge=1)
@@ -72,43 +136,18 @@ class Task(Strict):
         codecs.build(plain_name(value), "upload")
         return value
 
-    @field_validator("model")
-    @classmethod
-    def _model(cls, value: str) -> str:
-        return check_model(plain_name(value))
-
-    @field_validator("metrics")
-    @classmethod
-    def _metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Only what is built in: what leaves a client is no stranger's function of its data."""
-        for name in value:
-            if name not in metrics:
-                raise ValueError(f"{name!r}: allowed are {', '.join(metrics)}")
-        return value
-
-    @field_validator("loss")
-    @classmethod
-    def _loss(cls, value: str | None) -> str | None:
-        if value is not None:
-            losses[plain_name(value)]
-        return value
-
     @classmethod
     def of(cls, job: Job, config: Config, cell: Cell, *, name: str, upload: str) -> Task:
         """What clients must know of the server's job."""
-        described = {
+        described = Wanted.of_config(config, cell).model_dump() | {
             "job": name,
             "label": cell.label,
             "seed": job.seed,
-            "model": model_name(config, cell),
-            "args": config.model.args,
             "layout": layout_hash(job.module),
-            "loss": config.task.loss,
-            "metrics": list(job.metrics),
             "shape": list(job.data.shape),
             "classes": job.data.classes,
             "clients": len(job.parts),
-            "phases": [replace(p, server=Mean()).table() for p in job.phases],
+            "phases": [sent(phase) for phase in job.phases],
             "local_steps": job.local_steps,
             "batch": job.batch,
             "epoch_steps": job.client_epoch_steps,
@@ -169,6 +208,7 @@ class ClientConfig(Strict):
     keep_days: float = Field(30, gt=0, description="states of jobs that nobody asks for this long go; models stay")
     nice: int = Field(0, ge=0, le=19)
     allow: tuple[str, ...] = Field((), description="modules of this machine that a job may name its parts from")
+    modules: Path | None = Field(None, description="a folder of modules, besides this file's own")
     privacy: Privacy | None = None
 
     @model_validator(mode="after")
@@ -193,9 +233,11 @@ def load_client(path: Path) -> ClientConfig:
         raise UserError(f"{path} is not TOML: {e}") from None
     except ValidationError as e:
         raise UserError(f"{path}: {explain(e)}") from None
-    if config.allow or ":" in config.data.name:
-        find_modules_beside(path)
     here, data = path.resolve().parent, config.data
+    if config.allow or ":" in data.name:
+        find_modules_in(here)
+        if config.modules is not None:
+            find_modules_in(here / config.modules.expanduser())
     own: dict[str, Any] = {"state": here / config.state}
     if data.name.endswith((".npz", "/")):
         own["data"] = data.model_copy(

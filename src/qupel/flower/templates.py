@@ -31,7 +31,7 @@ mode = "run"
 CLIENT = """# Client {number}. Nothing of this file leaves the machine.
 client = {number}                  # its number; the server knows its key under the name client-{number}
 {size}                    # 1 to 8, 32 for full precision; or: budget = "24 KiB" for its file
-{layers}state = "state"             # folder for its personal model, its centers and exported files
+{layers}{own}state = "state"             # folder for its personal model, its centers and exported files
 keep_days = 30              # states of a job go when nobody has asked for it this long; its exported model stays
 resident = true             # keep torch and data loaded between rounds (false: load them in every round)
 
@@ -47,6 +47,12 @@ resident = true             # keep torch and data loaded between rounds (false: 
 # max_rounds = 100          # it answers a round once and these in all, whatever a server says;
 # max_epsilon = 10.0        # T rounds cost T epsilon
 # max_delta = 0.01          # and T delta
+"""
+
+TRY_OUT = """allow = {allow}    # modules that a job may name its parts from; there is none by default
+modules = {folder}    # a try-out: they are here, besides this folder
+"""
+ELSEWHERE = """# allow = {allow}    # modules beside this file that a job may name its parts from: yours to decide
 """
 
 START = """#!/bin/sh

@@ -3,6 +3,7 @@ clients' states: FedAvg -> QuPeL -> fine-tuning."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,20 @@ from qupel.util.errors import UserError
 
 @dataclass(frozen=True)
 class Phase:
+    """prior: pseudo-counts of the client's own label prior (`parts.prior`), by which it sees shared models in this
+    phase; 0: as they are."""
+
     method: Method
     rounds: int
     server: Server = Mean()
+    prior: float = 0.0
 
     def table(self) -> dict[str, Any]:
         """As a config has it, and `from_table` reads it: {rounds, method = "qupel", its settings, server}."""
         described = methods.describe(self.method)
         server = {} if self.server == Mean() else {"server": servers.describe(self.server)}
-        return {"rounds": self.rounds, "method": described.pop("name"), **described, **server}
+        prior = {"prior": self.prior} if self.prior else {}
+        return {"rounds": self.rounds, "method": described.pop("name"), **described, **server, **prior}
 
 
 def phase_from(table: Any, where: str) -> Phase:
@@ -33,5 +39,8 @@ def phase_from(table: Any, where: str) -> Phase:
     rounds, name, server = rest.pop("rounds", None), rest.pop("method", None), rest.pop("server", "mean")
     if type(rounds) is not int or rounds < 0:
         raise UserError(f"{where}.rounds: a whole number from 0 on is needed, not {rounds!r}")
+    prior = rest.pop("prior", 0.0)
+    if isinstance(prior, bool) or not isinstance(prior, int | float) or not 0 <= prior < math.inf:
+        raise UserError(f"{where}.prior: a number from 0 on is needed, not {prior!r}")
     method = methods.build({**rest, "name": name} if name is not None else rest, where)
-    return Phase(method, rounds, servers.build(server, f"{where}.server"))
+    return Phase(method, rounds, servers.build(server, f"{where}.server"), float(prior))

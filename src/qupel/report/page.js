@@ -388,6 +388,33 @@
     }
   }
 
+  // --- tables that are sorted by a click on a column's name ---
+
+  // Numbers by data-value, else text; what has none comes last either way. Numbers begin with the largest.
+  function sortBy(table, column, up) {
+    const value = (row) => row.cells[column].dataset.value ?? "";
+    const numeric = [...table.tBodies[0].rows].every((r) => value(r) === "" || !isNaN(value(r)));
+    const order = (a, b) => {
+      const [p, q] = [value(a), value(b)];
+      if (p === "" || q === "") return (p === "") - (q === "");
+      return (numeric ? p - q : p.localeCompare(q)) * (up ? 1 : -1);
+    };
+    table.tBodies[0].append(...[...table.tBodies[0].rows].sort(order));
+  }
+  document.querySelectorAll("table.sortable").forEach((table) =>
+    [...table.tHead.rows[0].cells].forEach((head, column, all) => {
+      const button = head.querySelector("button");
+      if (!button) return;
+      button.addEventListener("click", () => {
+        const before = head.getAttribute("aria-sort");
+        const text = head.dataset.kind === "text";
+        const up = before ? before === "descending" : text;
+        all.forEach((h) => h.removeAttribute("aria-sort"));
+        head.setAttribute("aria-sort", up ? "ascending" : "descending");
+        sortBy(table, column, up);
+      });
+    }));
+
   // --- the page ---
 
   const draws = { nothing: (host) => host.replaceChildren(), lines: drawLines, dots: drawDots, scatter: drawScatter, weights: drawWeights };
@@ -396,7 +423,10 @@
   const measured = new Set(["accuracy", "clients", "sizes"]);
   const specOf = ({ dataset: { chart } }) =>
     measure && measure.value && measured.has(chart) ? page.charts[`${chart}:${measure.value}`] || { kind: "nothing" } : page.charts[chart];
-  const draw = () => hosts.forEach((host) => draws[specOf(host).kind](host, specOf(host), "small" in host.dataset));
+  const draw = () => {
+    hosts.forEach((host) => draws[specOf(host).kind](host, specOf(host), "small" in host.dataset));
+    document.querySelectorAll("tr[data-series]").forEach((row) => (row.hidden = !shown(+row.dataset.series)));
+  };
 
   document.querySelectorAll(".switches button").forEach((button) =>
     button.addEventListener("click", () => {

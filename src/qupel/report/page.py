@@ -22,28 +22,33 @@ def page(
 ) -> str:
     """The page. told: the charts by name; beside: files that lie next to it."""
     title = ", ".join(run.name for run in runs)
-    series = [
-        {"label": s.label, "family": s.family, "variant": s.variant, "color": s.color, "dash": s.dash} for s in c.series
-    ]
-    data = {"series": series, "dashes": charts.DASHES, "charts": told}
     links = ", ".join(f'<a href="{escape(name)}">{escape(name)}</a>' for name in beside)
     parts = [
         f"<h1>{escape(title)}</h1>",
         *(f'<p class="soft">{escape(facts(run, len(runs) > 1))}</p>' for run in runs),
         *(f'<p class="note">{escape(text)}</p>' for text in _unfinished(runs)),
         _tables(tables, notes(runs)),
-        switches(c),
+        switches(c, charts.measures(c)),
         *_figures(told, notes(runs), not all(run.one_place for run in runs), charts.measures(c)),
         "<section><h2>Settings</h2>" + "".join(settings(run) for run in runs) + "</section>",
         f'<p class="soft">Beside this page, for a paper: {links}.</p>',
     ]
+    return document(f"{title}: QuPeL report", parts, c, told)
+
+
+def document(title: str, parts: Sequence[str], c: Comparison, told: dict[str, Chart]) -> str:
+    """A whole page: its parts, and the charts (`told`) that the script draws of these series."""
+    series = [
+        {"label": s.label, "family": s.family, "variant": s.variant, "color": s.color, "dash": s.dash} for s in c.series
+    ]
+    data = {"series": series, "dashes": charts.DASHES, "charts": told}
     here = files("qupel.report")
     script, style = ((here / f"page.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}: QuPeL report</title>\n<style>\n{palette()}{style}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{palette()}{style}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in parts if part)
         + f'\n<script type="application/json" id="data">{embedded(data)}</script>\n'
         f"<script>\n{script}</script>\n</body>\n</html>\n"
@@ -70,11 +75,18 @@ def facts(run: Run, named: bool) -> str:
         "dirichlet": f"{split['clients']} clients, Dirichlet({split['alpha']:g})",
         "groups": "a client for each group",
     }.get(split["kind"], f"{split['clients']} clients")
+    if owners := next((r["owners"] for r in run.results if r.get("owners")), 0):
+        clients = f"{owners} clients, each with its own data"
     seeds = sorted({r["seed"] for r in run.results})
     models = dict.fromkeys(m.get("model") or c["model"]["name"] for m in c["methods"].values())
-    parts = [c["data"]["name"], clients, " and ".join(models), f"{c['rounds']} rounds of {c['local_steps']} steps"]
+    parts = [
+        c["data"]["name"].rstrip("/").rpartition("/")[2],
+        clients,
+        " and ".join(models),
+        f"{c['rounds']} rounds of {c['local_steps']} steps",
+    ]
     parts.append(f"{len(seeds)} seed{'s' * (len(seeds) > 1)}")
-    return (f"{run.name}: " if named else "") + " · ".join(parts)
+    return (f"{run.name}: " if named else "") + " · ".join(filter(None, parts))
 
 
 def _unfinished(runs: Sequence[Run]) -> list[str]:
@@ -100,8 +112,9 @@ def _tables(tables: Sequence[Form], note: str) -> str:
     return "\n".join(found)
 
 
-def switches(c: Comparison) -> str:
-    """The legend of all figures: a button for each family, and for each variant."""
+def switches(c: Comparison, measures: Sequence[Measure] = ()) -> str:
+    """The legend of all figures: a button for each family, and for each variant; which metric, where there are
+    several."""
     rows = []
     families = {s.family: (f"var(--s{s.color})", s.family // len(charts.LIGHT)) for s in c.series}  # color, dashes
     variants = {s.variant: ("currentColor", s.variant) for s in c.series}
@@ -117,7 +130,7 @@ def switches(c: Comparison) -> str:
             )
         if len(buttons) > 1:
             rows.append(f'<div role="group" aria-label="show or hide">{"".join(buttons)}</div>')
-    if len(measures := charts.measures(c)) > 1:
+    if len(measures) > 1:
         options = "".join(f'<option value="{k or ""}">{escape(m.name)}</option>' for k, m in enumerate(measures))
         rows.append(f'<div><label>metric <select id="measure">{options}</select></label></div>')
     return f'<nav class="switches">{"".join(rows)}</nav>' if rows else ""
@@ -131,7 +144,7 @@ PICK = ("method", "client", "layer")
 def _figures(told: dict[str, Chart], note: str, federated: bool, measures: Sequence[Measure]) -> list[str]:
     score = "accuracy" if [m.name for m in measures] == ["accuracy"] else "score"
     found = [
-        _figure(
+        figure(
             "accuracy",
             f"{score.capitalize()} while they learn",
             f"Mean test {score} of the models that would be shipped at that moment. The band goes from the lowest to "
@@ -144,12 +157,12 @@ def _figures(told: dict[str, Chart], note: str, federated: bool, measures: Seque
         lead = (
             f"Test {score} of the clients' own models at the end: a dot for each client and seed, a bar for the mean."
         )
-        found.append(_figure("clients", "Every client, by bit width", lead, note))
+        found.append(figure("clients", "Every client, by bit width", lead, note))
     elif federated:
         why = "there are too many of them, or the runs keep no list."
         found.append(f'<section><h2>Every client</h2><p class="soft">Not shown: {why}</p></section>')
     lead = f"Mean {score} after the last round (bar: std over seeds) against the mean bytes of a client's model."
-    found.append(_figure("sizes", f"{score.capitalize()} against size", lead, note))
+    found.append(figure("sizes", f"{score.capitalize()} against size", lead, note))
     if "weights" in told:
         lead = (
             "Above, each center's way to where it ends, time running down; short ways are magnified, values on hover "
@@ -157,7 +170,7 @@ def _figures(told: dict[str, Chart], note: str, federated: bool, measures: Seque
             "each bit width)."
         )
         picks = "".join(f"<label>{name} <select></select></label>" for name in PICK)
-        found.append(_figure("weights", "Weights and centers", lead, note, f'<div class="choose">{picks}</div>'))
+        found.append(figure("weights", "Weights and centers", lead, note, f'<div class="choose">{picks}</div>'))
     else:
         why = "no client is quantized, or the run is older than the recording of centers."
         found.append(f'<section><h2>Weights and centers</h2><p class="soft">Not shown: {why}</p></section>')
@@ -168,7 +181,7 @@ def _figures(told: dict[str, Chart], note: str, federated: bool, measures: Seque
     return found
 
 
-def _figure(name: str, title: str, lead: str, note: str, before: str = "") -> str:
+def figure(name: str, title: str, lead: str, note: str, before: str = "") -> str:
     return (
         f'<section id="{name}"><h2>{title}</h2><p class="soft">{lead}</p><figure>{before}'
         f'<div class="chart" data-chart="{name}"></div><figcaption>{note}</figcaption>'

@@ -14,8 +14,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from qupel.data.batches import Transform, chunks
 from qupel.data.partition import Part
 from qupel.data.samples import Arrays
 from qupel.data.sources import Dataset
+from qupel.deploy import own
+from qupel.deploy.about import About
 from qupel.deploy.budget import Planner
 from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
@@ -50,6 +53,7 @@ from qupel.tasks.metrics import metrics
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
 from qupel.util.files import check_files, read_json, write_atomic
+from qupel.util.registry import imports_limited_to
 
 FILE = "w.safetensors"
 VERSION = 1
@@ -182,8 +186,33 @@ def write_origin(path: Path, origin: Origin) -> None:
     write_atomic(path, to_bytes({**rows, **rest}, {"qupel": json.dumps(described, default=str)}))
 
 
-def read_origin(path: Path, module: nn.Module | None = None, loss: Loss | str | None = None) -> Origin:
-    """What `write_origin` wrote. module, loss: where only Python knows them; they are compared with the file."""
+def modules_of(run: Path) -> set[str]:
+    """The modules of the user's own that the config of a run names: in no installed package, nor of Python itself."""
+    if not (run / "config.json").is_file():
+        return set()
+    found: set[str] = set()
+
+    def look(value: Any) -> None:
+        for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            look(inner)
+        if isinstance(value, str) and re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", value):
+            found.add(value.partition(":")[0])
+
+    look(read_json(run / "config.json"))
+    own.modules_here()
+    return {module for module in found if not own.is_installed(module)}
+
+
+def read_origin(
+    path: Path, module: nn.Module | None = None, loss: Loss | str | None = None, allow: Iterable[str] = ()
+) -> Origin:
+    """What `write_origin` wrote. module, loss: where only Python knows them; they are compared with the file. allow:
+    modules that the file may name parts from; a file is anybody's, and nothing else is imported because it says so."""
+    with imports_limited_to(allow):
+        return _origin(path, module, loss)
+
+
+def _origin(path: Path, module: nn.Module | None, loss: Loss | str | None) -> Origin:
     described, tensors = _read(path)
     try:
         if described["version"] != VERSION:
@@ -192,6 +221,8 @@ def read_origin(path: Path, module: nn.Module | None = None, loss: Loss | str | 
         if module is None:
             if not described["model"]:
                 raise UserError(f"{path}: its network is one of your own: give it, adapt(..., model=net)")
+            if described["model"] in zoo.networks:
+                own.check_args(About(model=described["model"], args=described["args"]), len(tensors))
             module = zoo.build(described["model"], shape, classes, seed, described["args"])
         module = copy.deepcopy(module)
         if (mine := layout_hash(module)) != described["layout"]:
@@ -285,16 +316,16 @@ def adapt_clients(
     known = origin.job.data
     if (data.classes is None) != (known.classes is None):
         kinds = ("labels of classes", "numbers")
-        mine, theirs = (kinds[d.classes is None] for d in (data, known))
-        raise UserError(f"targets are {mine}; the federation was trained on {theirs}")
+        here, theirs = (kinds[d.classes is None] for d in (data, known))
+        raise UserError(f"targets are {here}; the federation was trained on {theirs}")
     phases = list(origin.job.phases)
     if any(plans):
         phases[-1] = _quantizing(phases[-1])
-    own, transform = replace(known, train=data.train, test=data.test), origin.job.transform
+    mine, transform = replace(known, train=data.train, test=data.test), origin.job.transform
     if data.mean and not known.mean:  # of a federation over machines: every client normalizes by its own
-        own = replace(own, mean=data.mean, std=data.std)
-        transform = replace(Transform.of(own), augment=transform.augment)
-    job = replace(origin.job, data=own, parts=parts, plans=plans, names=names, phases=phases, transform=transform)
+        mine = replace(mine, mean=data.mean, std=data.std)
+        transform = replace(Transform.of(mine), augment=transform.augment)
+    job = replace(origin.job, data=mine, parts=parts, plans=plans, names=names, phases=phases, transform=transform)
     if data.train.read(slice(0, 1)).given:
         job = replace(job, loss=with_weights(job.loss))
     if origin.standardize == "client":
@@ -317,7 +348,7 @@ def adapt_clients(
         judge = Judge(job.module, job.loss, job.metrics)
         plain = [
             judge.score(
-                origin.w[0], job.calibration(i), chunks(parts[i].test(own), EVALUATION_BATCH, job.transform_of(i))
+                origin.w[0], job.calibration(i), chunks(parts[i].test(mine), EVALUATION_BATCH, job.transform_of(i))
             )
             for i in everyone
         ]

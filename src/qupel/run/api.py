@@ -30,7 +30,7 @@ from qupel.parts.methods import methods
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.servers import Server
-from qupel.run.adapt import Origin, find_origin, plans_for, read_origin
+from qupel.run.adapt import Origin, find_origin, modules_of, plans_for, read_origin
 from qupel.run.fit import Fit, adapted_fit, collect, described, leave, open_out
 from qupel.run.folder import own_folder, result_of
 from qupel.run.jobs import Cell, is_dense, loss_for, usual_loss
@@ -226,6 +226,7 @@ def adapt(
     cell: str | None = None,
     model: nn.Module | None = None,
     loss: Loss | str | None = None,
+    allow: Sequence[str] = (),
     quiet: bool = False,
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Fit:
@@ -236,6 +237,8 @@ def adapt(
     bits, budget: as in `fit`; by default 2 bits, or full precision where no phase quantizes.
     cell:     which of a run's cells, by its name or its method's label, where there are several.
     model, loss: of a folder whose network or loss is one of your own, from Python.
+    allow:    modules that the file may name networks, losses and parts from; those of a folder's own config need not be
+              given, unless they are installed packages. Nothing else is imported because a file says so.
 
     The local steps are those of the run's personal phases, w staying as it is; a run that ends with a shared model
     ships that, in these bits.
@@ -251,7 +254,11 @@ def adapt(
     """
     if bits is not None and budget is not None:
         raise UserError("give either bits or budget")
-    origin = run.origin if isinstance(run, Fit) else read_origin(find_origin(Path(run), cell), model, loss)
+    if isinstance(run, Fit):
+        origin = run.origin
+    else:
+        allowed = {*allow, *modules_of(Path(run))}
+        origin = read_origin(find_origin(Path(run), cell), model, loss, allowed)
     given: Any = clients
     who = people([given] if is_client(given) else given)
     usual = FULL_PRECISION if all(map(is_dense, origin.job.phases)) else DEFAULT_BITS

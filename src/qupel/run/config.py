@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -29,9 +28,7 @@ from pydantic import (
 from qupel.deploy.budget import parse_size
 from qupel.parts.phase import Phase, phase_from
 from qupel.run.recipes import Length, Settings, compose, find, recipes
-from qupel.tasks import zoo
-from qupel.tasks.losses import losses
-from qupel.tasks.metrics import Metric, chosen, metrics
+from qupel.run.sections import DataConfig, ModelConfig, SplitConfig, Strict, TaskConfig, check_model
 from qupel.util.errors import UserError
 
 _BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
@@ -39,86 +36,6 @@ _BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the c
 _DEEP = "tables or lists in one another, deeper than any setting is"
 
 Bits = Annotated[int, Field(ge=1, le=32)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class DataConfig(Strict):
-    name: str = "digits"
-    folder: Path | None = Field(None, description="where its files are; else that of `--data` or `QUPEL_DATA`")
-    augment: bool = Field(False, description="images are flipped and cropped at random")
-    limit: int | None = Field(None, ge=1, description="use only the first samples of each split")
-    args: dict[str, Any] = Field({}, description='what a function of your own, "module:function", is called with')
-    standardize: Literal["off", "client", "shared"] = Field(
-        "off", description="float inputs by mean and std of the client's own training data, or of all clients'"
-    )
-
-
-class SplitConfig(Strict):
-    kind: Literal["classes", "dirichlet", "iid", "groups", "one"] = "classes"
-    clients: int = Field(20, ge=1, description="how many; groups: as many as there are")
-    classes: int = Field(4, ge=1, description="classes a client, kind = classes")
-    alpha: float = Field(0.5, gt=0, description="kind = dirichlet")
-    train_per_client: int | None = Field(None, ge=1)
-    test_per_client: int | None = Field(None, ge=1)
-    validation: float = Field(0.0, ge=0, lt=1, description="share of each client's training data held out")
-    unseen: float = Field(0, ge=0, description="share of the clients, or how many, that join after training")
-
-    @field_validator("unseen")
-    @classmethod
-    def _whole(cls, value: float) -> float:
-        if value >= 1 and value != int(value):
-            raise ValueError(f"{value}: allowed are a share below 1, or a whole number of clients")
-        return value
-
-
-class ModelConfig(Strict):
-    name: str = "digits_cnn"
-    layers: tuple[str, ...] | None = Field(None, description="layers to quantize; none: all but the first and the last")
-    levels: Literal["layer", "channel"] = Field("layer", description="a layer's, or scaled by each output channel")
-    start: Path | None = Field(None, description="a packed model file to start from (warm start)")
-    args: dict[str, Any] = Field({}, description="what the network is built with, beside the data's shape and classes")
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        return check_model(value)
-
-
-class TaskConfig(Strict):
-    loss: str | None = Field(None, description="by default cross entropy; data without class labels needs one")
-    metrics: tuple[str, ...] = Field((), description="beside loss and accuracy")
-    judge_by: str | None = Field(
-        None,
-        description="a client's score: a metric, or the loss; by default accuracy where there are class labels",
-        exclude_if=lambda value: value is None,  # runs of before it was there have the same settings
-    )
-
-    @field_validator("loss")
-    @classmethod
-    def _known_loss(cls, value: str | None) -> str | None:
-        if value is not None:
-            losses[value]
-        return value
-
-    @field_validator("metrics")
-    @classmethod
-    def _known_metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            metrics[name]
-        return value
-
-    @field_validator("judge_by")
-    @classmethod
-    def _known_judge(cls, value: str | None) -> str | None:
-        chosen((), value)
-        return value
-
-    def asked(self) -> dict[str, Metric]:
-        """The metrics by name, the one to judge by among them."""
-        return chosen(self.metrics, self.judge_by)
 
 
 def _phases(value: Any) -> Any:
@@ -149,18 +66,32 @@ class MethodConfig(Settings):
     recipe: str | None = Field(None, description="a name of `qupel methods`; its settings stand beside it")
     method: Part = Field(None, description="one method for all rounds, in place of a recipe")
     quantizer: Part = Field(None, description="of that method")
-    server: Part = Field(None, description="how uploads become the next w, of that method")
+    server: Part = Field(
+        None, description="how uploads become the next w: of that method, or of a recipe's FedAvg phases"
+    )
     phases: Phases | None = Field(None, description="methods one after another, each for some rounds")
     bits: Bits | tuple[Bits, ...] | None = Field(None, description="in place of the run's bits")
     model: str | None = Field(None, description="in place of the run's model.name")
+    of: str | None = Field(
+        None,
+        description="the label of a full-precision method: its finished models, quantized afterwards to these bits",
+        exclude_if=lambda value: value is None,  # runs of before it was there have the same settings
+    )
+    afterwards: Literal["kmeans", "range", "quantile", "aciq"] | None = Field(
+        None, description="how; by default k-means", exclude_if=lambda value: value is None
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> MethodConfig:
         ways = [name for name in ("recipe", "method", "phases") if getattr(self, name) is not None]
         if len(ways) != 1:
             raise ValueError("give either recipe, or method, or phases")
-        if self.method is None and (self.quantizer is not None or self.server is not None):
-            raise ValueError(f"quantizer and server go with method; {ways[0]} has its own")
+        if self.method is None and self.quantizer is not None:
+            raise ValueError(f"quantizer goes with method; {ways[0]} has its own")
+        if self.phases is not None and self.server is not None:
+            raise ValueError("server goes with method or recipe; phases have their own")
+        if self.afterwards is not None and self.of is None:
+            raise ValueError("afterwards goes with `of`, the method whose models are quantized")
         if self.method is not None:
             compose(self.method, self.quantizer, self.server, self, Length(1, 1, 1))  # its mistakes are found here
         return self
@@ -229,6 +160,18 @@ class Config(Strict):
             parse_size(text)
         return self
 
+    @model_validator(mode="after")
+    def _of(self) -> Config:
+        for label, method in self.methods.items():
+            if method.of is None:
+                continue
+            able = [k for k, m in self.methods.items() if m.of is None]
+            if method.of not in able:
+                raise ValueError(f"methods.{label}.of = {method.of!r}: allowed are {', '.join(map(repr, able))}")
+            if method.bits is None or not self.save_models:
+                raise ValueError(f"methods.{label}: `of` needs bits beside it, and save_models = true")
+        return self
+
     def budgets(self) -> tuple[str, ...]:
         return (self.budget,) if isinstance(self.budget, str) else self.budget or ()
 
@@ -238,14 +181,6 @@ class Config(Strict):
         if not value:
             raise ValueError("at least one is needed")
         return value
-
-
-def check_model(name: str) -> str:
-    if ":" in name:
-        zoo.networks[name]  # one of the user's own
-    elif name not in zoo.networks:
-        raise ValueError(f'unknown model {name!r}; allowed: {", ".join(zoo.networks)}, or "module:Name" of your own')
-    return name
 
 
 def check_bits(value: int | Sequence[int]) -> None:
@@ -281,14 +216,14 @@ def load(path: Path, overrides: Sequence[str] = (), defaults: dict[str, Any] | N
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"cannot read {path}: {e.strerror if isinstance(e, OSError) else 'not a text file'}") from None
-    find_modules_beside(path)
+    find_modules_in(path.resolve().parent)
     return parse(text, str(path), overrides, defaults)
 
 
-def find_modules_beside(path: Path) -> None:
+def find_modules_in(place: Path) -> None:
     """Parts of one's own may stand beside the config: its folder is put on the Python path, after what is on it, here
     and for the processes that this one starts."""
-    folder = str(path.resolve().parent)
+    folder = str(place.resolve())
     if folder not in sys.path:
         sys.path.append(folder)
     known = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -305,6 +240,9 @@ def validate(raw: dict[str, Any], where: str) -> Config:
     merged = {}
     for name, method in methods.items():
         merged[name] = {**_base(method.get("recipe"), shared), **method} if isinstance(method, dict) else method
+    for name, method in merged.items():
+        if isinstance(method, dict) and "of" in method:
+            merged[name] = _quantized(f"{where}: methods.{name}", methods[name], merged)
     if methods:
         raw["methods"] = merged
     try:
@@ -312,6 +250,15 @@ def validate(raw: dict[str, Any], where: str) -> Config:
         return Config.model_validate_json(json.dumps(raw, default=str))
     except ValidationError as e:
         raise UserError(f"{where}: {explain(e)}") from None
+
+
+def _quantized(where: str, table: dict[str, Any], methods: dict[str, Any]) -> dict[str, Any]:
+    """`of = LABEL` has all that LABEL has, but for its bits."""
+    if more := set(table) - {"of", "afterwards", "bits"}:
+        raise UserError(f"{where}: {sorted(more)[0]}: beside `of` there are bits and afterwards, nothing else")
+    source = methods.get(str(table["of"]))
+    known = {k: v for k, v in source.items() if k not in ("bits", *table)} if isinstance(source, dict) else {}
+    return {**(known or {"recipe": "fedavg"}), **table}  # a label that is not there is said of the whole config
 
 
 def write(config: Config) -> str:

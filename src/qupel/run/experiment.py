@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -26,6 +26,7 @@ from qupel.engine.rounds import Begin, Engine, Progress, Stopped, run
 from qupel.engine.workers import Pool, Workers
 from qupel.run import config as configs
 from qupel.run.adapt import FILE, write_origin
+from qupel.run.afterwards import quantize_cell
 from qupel.run.config import Config
 from qupel.run.folder import (
     adapt_unseen,
@@ -49,6 +50,7 @@ from qupel.run.jobs import (
     model_name,
     shared_rounds,
     shared_settings,
+    source_of,
 )
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
@@ -104,6 +106,7 @@ def run_experiment(
     reuse: Sequence[Path] = (),
     device: str = "cpu",
     other_versions: bool = False,
+    wanted: Callable[[Cell], bool] = lambda cell: True,
 ) -> list[dict[str, Any]]:
     """Run every cell that is not done, write the summary and return all results. Raises `Stopped` when asked to stop.
 
@@ -111,6 +114,7 @@ def run_experiment(
     reuse: other run directories; a cell that one of them has done with the same settings is taken over.
     device: where models and data live; on any but the CPU all clients are trained in this process.
     other_versions: go on with a run that other versions of the packages began.
+    wanted: which cells to run; of the others only those that they are made of.
     """
     from qupel.report.runs import read_result
     from qupel.report.summary import write_summary  # with scipy, which no worker needs
@@ -127,11 +131,17 @@ def run_experiment(
         open_folder(out, config, resume, other_versions)
         for cell in todo:
             adopt(config, cell, out, reuse)
-        left = [cell for cell in todo if not is_done(out, cell)]
+        left = [cell for cell in in_order(config, filter(wanted, todo)) if not is_done(out, cell)]
         run_cells(config, left, out, workers, start, watch, should_stop, place)
-        results = [read_result(result_file(out, cell)) for cell in todo]
+        results = [read_result(path) for cell in todo if (path := result_file(out, cell)).exists()]
         write_summary(results, out, one=config.split.kind == "one")
         return results
+
+
+def in_order(config: Config, wanted: Iterable[Cell]) -> list[Cell]:
+    """These cells and those that they are made of, which come first."""
+    chains = ((source_of(config, cell), cell) for cell in wanted)
+    return list(dict.fromkeys(cell for chain in chains for cell in chain if cell is not None))
 
 
 def run_cells(
@@ -213,6 +223,10 @@ def run_cell(
     done = result_file(out, cell)
     folder = done.parent
     folder.mkdir(parents=True, exist_ok=True)
+    if source_of(config, cell) is not None:
+        with _building:
+            write_result(done, quantize_cell(config, cell, out))
+        return
     with _building:
         built = build_job(config, cell)
     job = built.to(device)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from qupel.core.layout import Coverage, Layout
 from qupel.data import sources
@@ -32,7 +33,7 @@ from qupel.engine.rounds import Engine, Failed, Finished
 from qupel.parts.base import Deployed, Rows
 from qupel.run import adapt
 from qupel.run.adapt import Adapted, Origin
-from qupel.run.config import Config, merge
+from qupel.run.config import Config, explain, merge
 from qupel.run.jobs import (
     Cell,
     build_job,
@@ -86,6 +87,14 @@ def open_folder(out: Path, config: Config, resume: bool, other_versions: bool = 
         check_identity(out, config.data.name, identity(config), other_versions)
     except OSError as e:
         raise UserError(f"cannot use {out}: {e.strerror}") from None
+
+
+def read_config(run: Path) -> Config:
+    """The config of a run directory."""
+    try:
+        return Config.model_validate_json(json.dumps(read_json(run / "config.json")))
+    except ValidationError as e:
+        raise UserError(f"{run / 'config.json'}: {explain(e)}") from None
 
 
 @lru_cache(maxsize=2)
@@ -148,6 +157,7 @@ def result_of(
         "quantized": quantized,
         **({"precision": str(Coverage.of(Layout.of(job.module), quantized))} if quantized else {}),
         "engine": engine,
+        **({"owners": len(job.parts)} if job.data.owners and job.names else {}),  # they are the clients
         "data_note": job.data.note,
         "classes": job.data.classes,
         **({} if files is None else {"files": files}),
@@ -185,10 +195,10 @@ def save_models(
     target = folder / "models"
     target.mkdir(exist_ok=True)
     models = (engine.deployed(job.rounds - 1, w, client).cpu() for client in range(len(job.parts)))
-    return _write_models(config, cell, job, models, line["clients"]["test"], target, "client")
+    return write_models(config, cell, job, models, line["clients"]["test"], target, "client")
 
 
-def _write_models(
+def write_models(
     config: Config,
     cell: Cell,
     job: Job,
@@ -228,5 +238,5 @@ def adapt_unseen(config: Config, cell: Cell, job: Job, origin: Origin, folder: P
     done: Adapted = adapt.adapt_clients(origin, job.data, parts, plans, names)
     told = done.told()
     if config.save_models:
-        told["files"] = _write_models(config, cell, done.job, done.models, told["test"], folder / "models", "unseen")
+        told["files"] = write_models(config, cell, done.job, done.models, told["test"], folder / "models", "unseen")
     return {"unseen": told}

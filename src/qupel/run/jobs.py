@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,7 +28,9 @@ from qupel.engine.fingerprint import digest
 from qupel.engine.job import Job, standardized
 from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods.base import quantizer_of
+from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.phase import Phase
+from qupel.parts.servers import servers
 from qupel.run.config import Config, MethodConfig
 from qupel.run.recipes import Length, compose, find
 from qupel.tasks import zoo
@@ -57,6 +60,23 @@ def cells(config: Config) -> list[Cell]:
     return found
 
 
+def source_of(config: Config, cell: Cell) -> Cell | None:
+    """The cell whose finished models this one quantizes; None: it is trained."""
+    label = config.methods[cell.label].of
+    return None if label is None else Cell(label, cell.seed)
+
+
+def one_cell(config: Config, name: str | None) -> Cell:
+    """The cell of this name; without one, the only cell that there is."""
+    found = cells(config)
+    meant = [cell for cell in found if name in {None, cell.name}]
+    if len(meant) != 1:
+        said = "one at a time is run here" if name is None else f"--cell {name!r} is none of them"
+        known = ", ".join(cell.name for cell in found)
+        raise UserError(f"this config has {len(found)} runs (methods x seeds), {said}; give --cell, one of {known}")
+    return meant[0]
+
+
 def data_of(config: Config) -> sources.Dataset:
     """The data that a config names; they are kept for the next who asks."""
     data = config.data
@@ -79,13 +99,16 @@ def split_clients(
 ) -> tuple[list[partition.Part], list[partition.Part]]:
     """(clients that train, clients that join when that is over)."""
     parts, joining = _split(config, data, seed), []
+    if config.split.blind:
+        nothing = np.empty(0, np.int64)
+        parts = [replace(part, test_rows=nothing, test_from_train=False) for part in parts]
     if is_natural(config, data) and data.unseen:
         joining = [parts[i] for i in data.unseen]
         parts = [part for i, part in enumerate(parts) if i not in set(data.unseen)]
-    if not config.split.unseen:
-        return parts, joining
-    parts, out = partition.leave_out(parts, config.split.unseen, seed)
-    return parts, [*joining, *out]
+    if config.split.unseen:
+        parts, out = partition.leave_out(parts, config.split.unseen, seed)
+        joining += out
+    return parts, [] if config.split.blind else joining
 
 
 def _split(config: Config, data: sources.Dataset, seed: int) -> list[partition.Part]:
@@ -117,11 +140,11 @@ def is_natural(config: Config, data: sources.Dataset) -> bool:
     return bool(data.owners) and config.split.kind in {"classes", "groups"}
 
 
-def client_names(config: Config, data: sources.Dataset, parts: Sequence[partition.Part]) -> list[str]:
+def client_names(config: Config, data: sources.Dataset, parts: Sequence[partition.Part]) -> tuple[str, ...]:
     """The owners', where they are the clients."""
     if not is_natural(config, data) or data.train.groups is None:
-        return []
-    return [data.owners[int(data.train.groups[part.train_rows[0]])] for part in parts]
+        return ()
+    return tuple(data.owners[int(data.train.groups[part.train_rows[0]])] for part in parts)
 
 
 def model_name(config: Config, cell: Cell) -> str:
@@ -160,6 +183,10 @@ def build_job(config: Config, cell: Cell) -> Job:
     module = build_model(config, data, cell)
     job = assemble(config, cell, module, data, parts, build_plans(config, cell, module, data, len(parts)))
     check_trainable(job)
+    if (source := source_of(config, cell)) is not None:
+        taken = build_job(config, source)
+        if any(taken.plans) and not all(is_dense(p) for p in taken.phases):
+            raise UserError(f"methods.{cell.label}.of = {source.label!r}: its models are quantized; give it bits = 32")
     return job
 
 
@@ -197,7 +224,7 @@ def assemble(
         judge_by=config.task.judge_by or "",
     )
     job = standardized(job, config.data.standardize)
-    return job.with_phases(build_phases(method, config.rounds, job, cell.label))
+    return job.with_phases(build_phases(method, length_of(config, job)))
 
 
 def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
@@ -244,14 +271,26 @@ def describe(
     )
 
 
-def build_phases(method: MethodConfig, rounds: int, job: Job, label: str) -> list[Phase]:
+def length_of(config: Config, job: Job) -> Length:
+    return Length(config.rounds, job.local_steps, job.steps_per_epoch)
+
+
+def build_phases(method: MethodConfig, length: Length) -> list[Phase]:
     if method.phases is not None:
         return list(method.phases)
-    length = Length(rounds, job.local_steps, job.steps_per_epoch)
     if method.recipe is None:
         assert method.method is not None
         return [compose(method.method, method.quantizer, method.server, method, length)]
-    return find(method.recipe).phases(method, length)
+    phases = find(method.recipe).phases(method, length)
+    return phases if method.server is None else with_server(phases, method.server)
+
+
+def with_server(phases: Sequence[Phase], server: Any) -> list[Phase]:
+    """A recipe's phases, those of FedAvg with this server."""
+    made = servers.build(server, "server")
+    if not any(isinstance(p.method, FedAvg) for p in phases):
+        raise UserError("server: its recipe has no FedAvg phase for one")
+    return [replace(p, server=made) if isinstance(p.method, FedAvg) else p for p in phases]
 
 
 def is_dense(phase: Phase) -> bool:
@@ -268,7 +307,7 @@ def shared_rounds(config: Config, cell: Cell, job: Job) -> int:
     for label, method in config.methods.items():
         alike = (model_name(config, Cell(label, cell.seed)), method.steps_per_round(config.local_steps))
         if alike == (model_name(config, cell), job.local_steps):
-            first = next(p for p in build_phases(method, config.rounds, job, label) if p.rounds)
+            first = next(p for p in build_phases(method, length_of(config, job)) if p.rounds)
             if (first.method, first.server) == (mine.method, mine.server):
                 shared = min(shared, first.rounds)
     return shared if shared < job.rounds else 0
@@ -285,7 +324,9 @@ def fingerprint(config: Config, cell: Cell, phases: list[Phase] | Any) -> str:
     parts = shared_settings(config, cell)
     parts["phases"] = [p.table() for p in phases]
     parts["bits"] = described["methods"][cell.label]["bits"] or [described["bits"], described["budget"]]
-    if all(is_dense(p) for p in phases):
+    if config.methods[cell.label].of is not None:
+        parts["afterwards"] = config.methods[cell.label].afterwards or "kmeans"
+    elif all(is_dense(p) for p in phases):
         del parts["bits"]  # no client is quantized
     return digest(parts)
 

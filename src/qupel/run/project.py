@@ -139,18 +139,18 @@ qupel export runs/first --cell QuPeL-s0 --all --to onnx   # one file a client, f
 
 ## The same on Flower
 
-Modules are found beside `federation.toml`, or on the Python path. On Flower every machine needs them on its own path,
-and each client's owner says in `client.toml` which of them a job may name; a job that names any other is declined
-before anything is imported. As a try-out on one machine (`pip install 'qupel[flower]'`):
+As a try-out on one machine (`pip install 'qupel[flower]'`), a client for each person, with the bits of `qupel run`:
 
 ```
-export PYTHONPATH=$PWD
 qupel flower init fleet --clients 6 --config federation.toml
-sed -i '1i allow = ["my_nets", "my_metrics"]' fleet/clients/*/client.toml
 qupel flower up fleet
-qupel flower run fleet federation.toml --name first
-qupel flower down fleet
+qupel flower run fleet federation.toml --cell QuPeL-s0 --name first
+qupel flower down fleet                           # also after a change of a module: clients keep what they have loaded
 ```
+
+Every client's `client.toml` then has `allow = ["my_metrics", "my_nets"]`, and where these modules are. On machines of
+their own, clients need the modules beside `client.toml`, and each owner says so there: a job that names any other is
+declined before anything is imported. What a metric tells of a client's data is one number.
 """
 
 FILES = {

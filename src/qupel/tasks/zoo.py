@@ -238,12 +238,12 @@ def _(shape: tuple[int, ...], classes: int) -> nn.Module:
     return cnn1d(shape[0], shape[1], classes)
 
 
-@networks.register("lstm", about="2-layer LSTM for text: tokens (length,), classes = the vocabulary")
+@networks.register("lstm", about="2-layer LSTM for text; classes: the vocabulary")
 def _(shape: tuple[int, ...], classes: int, embedding: int = 16, hidden: int = 96, layers: int = 2) -> nn.Module:
     return TextLSTM(classes, embedding, hidden, layers)
 
 
-@networks.register("transformer", about="2-layer transformer for text: tokens (length,), classes = the vocabulary")
+@networks.register("transformer", about="2-layer transformer for text; classes: the vocabulary")
 def _(shape: tuple[int, ...], classes: int, width: int = 64, layers: int = 2, heads: int = 4) -> nn.Module:
     return TextTransformer(classes, shape[0], width, layers, heads)
 

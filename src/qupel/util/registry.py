@@ -116,7 +116,7 @@ class Registry(Generic[T]):
         try:
             part: Any = self[name]
         except UserError as e:
-            raise UserError(f"{where}: {e}") from None
+            raise type(e)(f"{where}: {e}") from None
         if not is_dataclass(part):
             raise UserError(f"{where}: {name} is no frozen dataclass, so it cannot have settings")
         return from_table(part, table, where)
@@ -162,13 +162,17 @@ def imports_limited_to(modules: Iterable[str]) -> Iterator[None]:
         _ALLOWED.reset(token)
 
 
+class NotAllowed(UserError):
+    """A path names a module that may not be imported here."""
+
+
 def imported(path: str, kind: str) -> Any:
     """What "package.module:Name" names."""
     module, _, name = path.partition(":")
     allowed = _ALLOWED.get()
     if allowed is not None and module not in allowed:
         known = ", ".join(sorted(allowed)) or "none"
-        raise UserError(f"{kind} {path!r}: importing {module} is not allowed here; allowed: {known}")
+        raise NotAllowed(f"{kind} {path!r}: importing {module} is not allowed here; allowed: {known}")
     try:
         found: Any = import_module(module)
         for part in name.split("."):

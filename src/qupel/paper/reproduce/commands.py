@@ -41,12 +41,14 @@ def reproduce(
 ) -> None:
     """Reproduce a table or the figure of the paper. Cells that are done are never run again."""
     from qupel.paper.reproduce import plan
+    from qupel.run.folder import read_config
+    from qupel.run.status import show_status
 
     table = "table2" if what == "figure1" else what
     run = plan.folder(runs, table, scale)
     if status:
         begun = (run / "config.json").exists()
-        _show_status(run, plan.read_config(run) if begun else plan.build(table, scale, seeds, data))
+        show_status(run, read_config(run) if begun else plan.build(table, scale, seeds, data))
     elif publish is not None:
         from qupel.paper.reproduce.publish import publish as write
 
@@ -115,30 +117,3 @@ def _grid_table(grid: Grid) -> Table:
         if any(c.paper is not None for c in cells):
             made.add_row("the paper", *("" if c.paper is None else f"{c.paper:.1f}" for c in cells), style="dim")
     return made
-
-
-def _show_status(run: Path, config: Config) -> None:
-    from qupel.paper.reproduce import plan
-
-    found = plan.status(run, config)
-    for row, done, cells in found.rows():
-        out.print(f"{done:3} of {cells:3} done  {shown(row)}", highlight=False)
-    going = [f"{cell.label}, seed {cell.seed}: {share:.0%}" for cell, share in found.share.items() if 0 < share < 1]
-    for line in going:
-        out.print(f"begun: {shown(line)}", highlight=False)
-    left = len(found.share) - found.done
-    if left == 0:
-        eta = "nothing is left"
-    elif found.seconds is None:
-        eta = f"{left} left; no cell is done yet to tell the time from"
-    else:
-        eta = f"{left} left, about {_duration(found.seconds)}"
-    out.print(f"{found.done} of {len(found.share)} cells done, {eta}  [dim]({shown(run)})[/dim]", highlight=False)
-
-
-def _duration(seconds: float) -> str:
-    """3725 -> '1 h 2 min'."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,106 @@
+"""The sections of a config: data, split, model, task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from qupel.tasks import zoo
+from qupel.tasks.losses import losses
+from qupel.tasks.metrics import Metric, chosen, metrics
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class DataConfig(Strict):
+    name: str = "digits"
+    folder: Path | None = Field(None, description="where its files are; else that of `--data` or `QUPEL_DATA`")
+    augment: bool = Field(False, description="images are flipped and cropped at random")
+    limit: int | None = Field(None, ge=1, description="use only the first samples of each split")
+    args: dict[str, Any] = Field({}, description='what a function of your own, "module:function", is called with')
+    standardize: Literal["off", "client", "shared"] = Field(
+        "off", description="float inputs by mean and std of the client's own training data, or of all clients'"
+    )
+
+
+class SplitConfig(Strict):
+    kind: Literal["classes", "dirichlet", "iid", "groups", "one"] = "classes"
+    clients: int = Field(20, ge=1, description="how many; groups: as many as there are")
+    classes: int = Field(4, ge=1, description="classes a client, kind = classes")
+    alpha: float = Field(0.5, gt=0, description="kind = dirichlet")
+    train_per_client: int | None = Field(None, ge=1)
+    test_per_client: int | None = Field(None, ge=1)
+    validation: float = Field(0.0, ge=0, lt=1, description="share of each client's training data held out")
+    unseen: float = Field(0, ge=0, description="share of the clients, or how many, that join after training")
+
+    blind: bool = Field(
+        False,
+        description="test data, and clients that join later, are left out: for choosing settings on validation data",
+        exclude_if=lambda value: not value,  # runs of before it was there have the same settings
+    )
+
+    @field_validator("unseen")
+    @classmethod
+    def _whole(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError(f"{value}: allowed are a share below 1, or a whole number of clients")
+        return value
+
+
+class ModelConfig(Strict):
+    name: str = "digits_cnn"
+    layers: tuple[str, ...] | None = Field(None, description="layers to quantize; none: all but the first and the last")
+    levels: Literal["layer", "channel"] = Field("layer", description="a layer's, or scaled by each output channel")
+    start: Path | None = Field(None, description="a packed model file to start from (warm start)")
+    args: dict[str, Any] = Field({}, description="what the network is built with, beside the data's shape and classes")
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return check_model(value)
+
+
+class TaskConfig(Strict):
+    loss: str | None = Field(None, description="by default cross entropy; data without class labels needs one")
+    metrics: tuple[str, ...] = Field((), description="beside loss and accuracy")
+    judge_by: str | None = Field(
+        None,
+        description="a client's score: a metric, or the loss; by default accuracy where there are class labels",
+        exclude_if=lambda value: value is None,  # runs of before it was there have the same settings
+    )
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, value: str | None) -> str | None:
+        if value is not None:
+            losses[value]
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _known_metrics(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            metrics[name]
+        return value
+
+    @field_validator("judge_by")
+    @classmethod
+    def _known_judge(cls, value: str | None) -> str | None:
+        chosen((), value)
+        return value
+
+    def asked(self) -> dict[str, Metric]:
+        """The metrics by name, the one to judge by among them."""
+        return chosen(self.metrics, self.judge_by)
+
+
+def check_model(name: str) -> str:
+    if ":" in name:
+        zoo.networks[name]  # one of the user's own
+    elif name not in zoo.networks:
+        raise ValueError(f'unknown model {name!r}; allowed: {", ".join(zoo.networks)}, or "module:Name" of your own')
+    return name
