@@ -3,6 +3,8 @@
 import json
 import random
 import shutil
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -423,3 +425,26 @@ def test_schedules_go_on_by_the_federations_clock():
     assert origin.job.epoch_steps == job.steps_per_epoch == 2 * job.client_epoch_steps
     many = replace(origin.job, parts=job.parts[:1], plans=job.plans[:1], data=job.data)
     assert many.clock(2, 1) == replace(job.clock(2, 1), share=1.0)
+
+
+def test_a_network_with_several_hidden_layers_adapts_from_its_file(tmp_path):
+    """Its parameters are one tensor of that file, whatever the number of its layers."""
+    text = """
+        bits = 2
+        rounds = 2
+        local_steps = 1
+        [split]
+        clients = 2
+        [model]
+        name = "mlp"
+        args = {hidden = [8, 8, 8]}
+        [methods.QuPeL]
+        recipe = "qupel"
+        warmup = 0.0
+        finetune = 0.0
+    """
+    (tmp_path / "c.toml").write_text(text)
+    call = [sys.executable, "-m", "qupel", "run", "c.toml", "--out", "run"]
+    subprocess.run(call, cwd=tmp_path, check=True, capture_output=True)
+    origin = adapting.read_origin(tmp_path / "run/cells/QuPeL-s0/w.safetensors")
+    assert [m.out_features for m in origin.job.module if hasattr(m, "out_features")] == [8, 8, 8, 10]

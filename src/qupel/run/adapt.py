@@ -57,6 +57,7 @@ from qupel.util.registry import imports_limited_to
 
 FILE = "w.safetensors"
 VERSION = 1
+MOST_LAYERS = 1000  # of a network of ours that a file names: its parameters are one vector there, which does not tell
 Bits = int | Mapping[str, int]
 
 
@@ -222,7 +223,7 @@ def _origin(path: Path, module: nn.Module | None, loss: Loss | str | None) -> Or
             if not described["model"]:
                 raise UserError(f"{path}: its network is one of your own: give it, adapt(..., model=net)")
             if described["model"] in zoo.networks:
-                own.check_args(About(model=described["model"], args=described["args"]), len(tensors))
+                own.check_args(About(model=described["model"], args=described["args"]), MOST_LAYERS)
             module = zoo.build(described["model"], shape, classes, seed, described["args"])
         module = copy.deepcopy(module)
         if (mine := layout_hash(module)) != described["layout"]:
