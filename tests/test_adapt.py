@@ -427,8 +427,8 @@ def test_schedules_go_on_by_the_federations_clock():
     assert many.clock(2, 1) == replace(job.clock(2, 1), share=1.0)
 
 
-def test_a_network_with_several_hidden_layers_adapts_from_its_file(tmp_path):
-    """Its parameters are one tensor of that file, whatever the number of its layers."""
+def test_a_network_with_settings_of_its_own_adapts_from_its_file(tmp_path):
+    """Its parameters are one tensor there, whatever the number of layers; what is adapted names the network, too."""
     text = """
         bits = 2
         rounds = 2
@@ -448,3 +448,10 @@ def test_a_network_with_several_hidden_layers_adapts_from_its_file(tmp_path):
     subprocess.run(call, cwd=tmp_path, check=True, capture_output=True)
     origin = adapting.read_origin(tmp_path / "run/cells/QuPeL-s0/w.safetensors")
     assert [m.out_features for m in origin.job.module if hasattr(m, "out_features")] == [8, 8, 8, 10]
+    data = sources.load("digits")
+    new = (data.train.inputs[:20], data.train.targets[:20])
+    done = qupel.adapt(tmp_path / "run", new, bits=2)
+    done.save_one(0, tmp_path / "mine.safetensors")
+    call = [sys.executable, "-m", "qupel", "export", "mine.safetensors", "--to", "onnx"]
+    subprocess.run(call, cwd=tmp_path, check=True, capture_output=True)
+    assert isinstance(qupel.load(tmp_path / "mine.safetensors"), nn.Module)

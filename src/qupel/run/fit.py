@@ -25,6 +25,7 @@ from qupel.data.sources import Dataset
 from qupel.deploy.about import About
 from qupel.deploy.feed import described as fed
 from qupel.deploy.formats import Format, suffix, write
+from qupel.deploy.own import facts
 from qupel.deploy.pack import bits_for
 from qupel.deploy.packed import Rest, known_as
 from qupel.engine.checkpoint import Checkpoints, Since
@@ -285,6 +286,9 @@ def adapted_fit(
     whole = copy.deepcopy(judge.load(origin.w[0], _everybody(job)))
     line = line_of(job, job.rounds - 1, done.judged, Since(refused=list(done.faults.values())), 0, 0)
     line["seconds"] = told["seconds"]
+    about = _about(job, whole, origin.label)
+    if origin.model:  # as the run's own files name it
+        about = replace(about, **facts(origin.model, dict(origin.args or {})))
     return Fit(
         models,
         [m.codebook for m in done.models],
@@ -292,7 +296,7 @@ def adapted_fit(
         [line],
         names,
         Choice(False, "each client adapts for itself"),
-        _about(job, whole, origin.label),
+        about,
         origin,
         transforms=job.transforms,
         budgets=sizes or (),
