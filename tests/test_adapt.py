@@ -392,17 +392,17 @@ def test_nothing_is_loaded_because_a_file_says_so(finished, tmp_path, told):
 
 def test_a_run_with_modules_of_ones_own_adapts_where_they_are(tmp_path, monkeypatch):
     layers = "nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10)"
-    (tmp_path / "late_nets.py").write_text(f"from torch import nn\ndef Net(): return nn.Sequential({layers})\n")
+    (tmp_path / "joining_nets.py").write_text(f"from torch import nn\ndef Net(): return nn.Sequential({layers})\n")
     monkeypatch.syspath_prepend(tmp_path)
-    text = CONFIG.replace("[methods.FedAvg]", "[methods.Other]").replace('name = "mlp"', 'name = "late_nets:Net"')
-    assert "late_nets" in text
+    text = CONFIG.replace("[methods.FedAvg]", "[methods.Other]").replace('name = "mlp"', 'name = "joining_nets:Net"')
+    assert "joining_nets" in text
     experiment.run_experiment(configs.parse(text, "c"), tmp_path / "run")
     new = tuple(_new_client(tmp_path)[1])
     assert qupel.adapt(tmp_path / "run", new, cell="QuPeL", bits=2).quantized == [{"3.weight": 2}]
     alone = tmp_path / "run/cells/QuPeL-s0/w.safetensors"
-    with pytest.raises(UserError, match=r"importing late_nets is not allowed here; allowed: none"):
+    with pytest.raises(UserError, match=r"importing joining_nets is not allowed here; allowed: none"):
         qupel.adapt(alone, new, bits=2)
-    assert qupel.adapt(alone, new, bits=2, allow=["late_nets"]).quantized == [{"3.weight": 2}]
+    assert qupel.adapt(alone, new, bits=2, allow=["joining_nets"]).quantized == [{"3.weight": 2}]
 
 
 # --- the user's own generators ---
