@@ -133,7 +133,7 @@ def described(page: str) -> dict[str, str]:
         for key in cells[0].replace("`", "").split(", "):
             first = first or key
             full = f"{first.partition('.')[0]}{key}" if key.startswith(".") else key
-            found.setdefault(full, cells[-1])
+            found.setdefault(full, cells[-1].replace("](#", "](configuration.md#"))
     return found
 
 
