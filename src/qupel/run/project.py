@@ -31,7 +31,8 @@ class Net(nn.Sequential):
 
 DATA = '''\
 """The data: a function without arguments that returns a data set. Here six people draw three waves, each in a way of
-its own; read your files instead. Groups say whose a sample is."""
+its own, made up so that sharing helps, which is evidence of nothing; read your files instead. Groups say whose a sample
+is."""
 
 import numpy as np
 
