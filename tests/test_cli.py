@@ -193,7 +193,7 @@ def refused(result, tmp_path, *words):
         ("split.classes=11", ["11"]),
         ("seeds=[-1]", ["-1"]),
         ("seeds=[1, 1]", ["seeds"]),
-        ("settings.warmup=0.9", ["warmup"]),
+        ("settings.personal=0.9", ["personal"]),
         ("methods.QuPeL.recipe=magic", ["magic", "qupel"]),
         ("rounds=many", ["rounds", "many"]),
         ("rounds", ["key=value"]),

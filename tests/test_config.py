@@ -11,6 +11,7 @@ from qupel.core.optim import SGD, Adam
 from qupel.core.schedule import Follow, Schedule, Travel
 from qupel.parts.methods.base import quantizer_of
 from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.hedged import Hedged
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import phase_from
@@ -403,8 +404,11 @@ def test_recipes_are_made_of_their_parts():
     made = {name: [(type(p.method), quantizer_of(p.method)) for p in preset(name)] for name in recipes}
     kinds = {name: [kind for kind, _ in groupby(found)] for name, found in made.items()}
     plain, tuned = (Local, "none"), (Local, "frozen")
-    assert kinds["qupel"] == [(FedAvg, "none"), (QuPeL, "prox"), (QuPeL, "frozen")]
-    assert kinds["local"] == [plain, (Local, "prox"), tuned]  # full precision first
+    assert kinds["qupel"] == [(Hedged, "none"), (Hedged, "ste"), (Hedged, "frozen")]
+    assert [p.method.stage for p in preset("qupel")] == ["both", "chosen", "own", "own"]
+    assert kinds["local"] == [plain, (Local, "ste"), tuned]
+    assert kinds["qupel-prox"] == [(FedAvg, "none"), (QuPeL, "prox"), (QuPeL, "frozen")]
+    assert kinds["local-prox"] == [plain, (Local, "prox"), tuned]  # full precision first
     assert kinds["fedavg"] == [(FedAvg, "none")]
     assert [kind for kind, _ in kinds["fedavg-finetune"]] == [FedAvg, Local]
     assert kinds["proxquant"] == [plain, (Local, "proxquant"), tuned]
@@ -413,34 +417,53 @@ def test_recipes_are_made_of_their_parts():
     assert [preset(f"ptq-{init}")[0].method.quantizer.init for init in ("range", "kmeans")] == ["range", "kmeans"]
     assert math.isinf(preset("binaryrelax")[-1].method.quantizer.lam(1))
     assert preset("proxquant")[-1].method.quantizer.eta2(1) == 0  # its centers never move
-    assert all(p.server == Mean() for name in recipes for p in preset(name))
+    assert all(p.server == Mean() for name in recipes if name != "qupel" for p in preset(name))
+    momentum = FedAvgM(0.9, nesterov=True)
+    assert [p.server for p in preset("qupel")] == [momentum, momentum, Mean(), Mean()]
+    assert [p.prior for p in preset("qupel")] == [0, 0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(
-    "name", ["qupel", "local", "fedavg", "fedavg-finetune", "proxquant", "binaryrelax", "ptq-kmeans"]
+    "name",
+    ["qupel", "local", "qupel-prox", "local-prox", "fedavg", "fedavg-finetune", "proxquant", "binaryrelax"],
+        "qupel",
+        "local",
+        "qupel-prox",
+        "local-prox",
+        "fedavg",
+        "fedavg-finetune",
+        "proxquant",
+        "binaryrelax",
+        "ptq-kmeans",
+    ],
 )
 def test_step_sizes_go_on_over_the_seams_of_phases(name):
     """eta1 epoch by epoch over all phases is one half cosine, whatever the phases."""
     phases = preset(name)
-    values = []
+    first, values = (0.003 if name == "local" else 0.1), []
     for phase in phases:
-        assert phase.rounds * 10 % 50 == 0  # whole epochs
-        values += [phase.method.eta1(e) for e in range(1, phase.rounds * 10 // 50 + 1)]
-    assert values == pytest.approx([0.1 * (1 + math.cos(math.pi * e / 350)) / 2 for e in range(350)])
+        values += [phase.method.eta1(1 + round / 5) for round in range(phase.rounds)]  # five rounds are an epoch
+    assert values == pytest.approx([first * (1 + math.cos(math.pi * r / 1750)) / 2 for r in range(1750)])
 
 
 def test_lambda_p_lets_go_over_the_phases_after_the_warm_up():
-    _, main, tail = preset("qupel")
+    _, main, tail = preset("qupel-prox")
     epochs = (main.rounds + tail.rounds) // 5
     values = [main.method.lambda_p(e) for e in range(1, main.rounds // 5 + 1)]
     values += [tail.method.lambda_p(e) for e in range(1, tail.rounds // 5 + 1)]
     start = Settings().lambda_p
     assert values == pytest.approx([start * (1 + math.cos(math.pi * e / epochs)) / 2 for e in range(epochs)])
-    kept = [p.method.lambda_p(7) for p in preset("qupel", let_go=False)[1:]]
+    kept = [p.method.lambda_p(7) for p in preset("qupel-prox", let_go=False)[1:]]
     assert kept == [start, start]
+    _, shared, main, tail = preset("qupel")
+    assert shared.method.lambda_p(1) == 0
+    assert main.method.lambda_p(1) == Settings(**recipes["qupel"].defaults).lambda_p
+    assert tail.method.lambda_p(1) == pytest.approx(main.method.lambda_p(1 + main.rounds / 5))
 
 
 def test_a_budget_with_no_round_for_the_main_phase_is_refused():
-    config = parse("rounds=1", "methods.QuPeL.warmup=0.9", "methods.QuPeL.finetune=0.0")
+    config = parse(
+        "rounds=1", "methods.QuPeL.recipe=qupel-prox", "methods.QuPeL.warmup=0.9", "methods.QuPeL.finetune=0.0"
+    )
     with pytest.raises(UserError, match="leave no round"):
         experiment.build_job(config, experiment.cells(config)[0])

@@ -90,9 +90,7 @@ class Settings(BaseModel):
     prior: float = Field(0.5, ge=0, description="pseudo-counts of the label prior of personal models; 0: none")
     # phases, as shares of the rounds
     warmup: float = Field(0.8, ge=0, lt=1, description="full precision first (recipes with prox, and others)")
-    shared_levels: float = Field(
-        0.2, ge=0, lt=1, description="quantized while shared (recipes qupel, local)"
-    )
+    shared_levels: float = Field(0.2, ge=0, lt=1, description="quantized while shared (recipes qupel, local)")
     personal: float = Field(0.2, ge=0, le=1, description="then personal; of the first 60 rounds where there are more")
     finetune: float = Field(0.1, ge=0, lt=1, description="fixed assignments last")
 

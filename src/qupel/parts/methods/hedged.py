@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from qupel.core.codebook import Codebook, Plan
+from qupel.core.codebook import Plan
 from qupel.core.optim import SGD, Adam, Memory, Optimizer
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, Rows, State, Upload, received
@@ -69,9 +69,8 @@ class Hedged(OneRow):
         if isinstance(before, HedgedState):
             alone, losses = before.alone, before.losses
             x = _pick(alone, before.beside[0], x) if before.beside else x
-        codebook, beside = Codebook(), (x,) if self.stage == "both" else ()
-        if self.stage != "both":
-            x, codebook = self.quantizer.start(replace(before, x=x), plan, problem.own.layout)
+        x, codebook = self.quantizer.start(replace(before, x=x), plan, problem.own.layout)
+        beside = (x,) if self.stage == "both" else ()
         memory, shared = self.alone_optimizer.memory(x), self.optimizer.memory(x)
         made = HedgedState(x, before.w, codebook, memory, alone=alone, losses=losses, begun=none)
         return replace(made, beside=beside, shared_memory=shared)
@@ -109,9 +108,9 @@ class Hedged(OneRow):
         return Upload((_pick(state.alone, state.w, state.x),), 1 - state.alone)  # nothing of those who are alone
 
     def deployed(self, state: HedgedState) -> Deployed:
-        if self.stage == "both":
-            return Deployed(_pick(state.alone, state.beside[0], state.w), Codebook())
-        x = state.x if self.stage == "own" else _pick(state.alone, state.x, state.w)
+        if self.stage == "own":
+            return self.quantizer.deployed(state.x, state.codebook)
+        x = _pick(state.alone, state.beside[0] if state.beside else state.x, state.w)
         return self.quantizer.deployed(x, state.codebook)
 
     def _arrived(self, s: HedgedState, loss: Tensor) -> HedgedState:
