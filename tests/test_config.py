@@ -423,20 +423,10 @@ def test_recipes_are_made_of_their_parts():
     assert [p.prior for p in preset("qupel")] == [0, 0, 0.5, 0.5]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qupel", "local", "qupel-prox", "local-prox", "fedavg", "fedavg-finetune", "proxquant", "binaryrelax"],
-        "qupel",
-        "local",
-        "qupel-prox",
-        "local-prox",
-        "fedavg",
-        "fedavg-finetune",
-        "proxquant",
-        "binaryrelax",
-        "ptq-kmeans",
-    ],
-)
+SEAMS = ["qupel", "local", "qupel-prox", "local-prox", "fedavg", "fedavg-finetune", "proxquant", "ptq-kmeans"]
+
+
+@pytest.mark.parametrize("name", SEAMS)
 def test_step_sizes_go_on_over_the_seams_of_phases(name):
     """eta1 epoch by epoch over all phases is one half cosine, whatever the phases."""
     phases = preset(name)
