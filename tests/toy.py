@@ -56,22 +56,46 @@ def wavy(v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Toy:
-    """The task of a function f (..., d) -> (...) that looks at no data; its outputs are the vector."""
+    """The task of a function f (..., d) -> (...) that looks at no data; its outputs are the vector (..., 1, d)."""
 
     f: Callable[[Tensor], Tensor] = quadratic
     layout: Layout = LAYOUT
 
+    def loss(self, outputs, targets, *more) -> Tensor:
+        return self.f(outputs[..., 0, :])
+
     def gradient(self, x, batch, slots=None, *, loss=None, given=()) -> Evaluated:
-        v = x.detach().clone().requires_grad_()
-        values = self.f(v)
-        (g,) = torch.autograd.grad(values.sum(), v)
-        return Evaluated(g, values.item() if x.ndim == 1 else values.detach(), v.detach())
+        return self.forward(x, batch).gradient(batch, slots, loss=loss, given=given)
+
+    def forward(self, x, inputs) -> "ToyPass":
+        return ToyPass(self, x.detach().clone().requires_grad_())
 
     def outputs(self, x, inputs) -> Tensor:
-        return x
+        return x.unsqueeze(-2)
 
     def value(self, x, batch):
-        return self.gradient(x, batch).loss
+        return self.loss_of(self.outputs(x, batch), batch)
+
+    def loss_of(self, outputs, batch):
+        values = self.loss(outputs, None)
+        return values.item() if values.ndim == 0 else values
+
+
+@dataclass(frozen=True, eq=False)
+class ToyPass:
+    task: Toy
+    v: Tensor
+
+    @property
+    def outputs(self) -> Tensor:
+        return self.v.detach().unsqueeze(-2)
+
+    def gradient(self, batch, slots=None, *, loss=None, given=()) -> Evaluated:
+        loss, said = loss or self.task.loss, self.v.unsqueeze(-2)
+        each = torch.func.vmap(lambda z, *more: loss(z, None, *more)) if self.v.ndim == 2 and given else None
+        values = each(said, *given) if each else loss(said, None, *given)
+        (g,) = torch.autograd.grad(values.sum(), self.v)
+        return Evaluated(g, values.item() if self.v.ndim == 1 else values.detach(), self.outputs)
 
 
 def problem(f: Callable[[Tensor], Tensor] = quadratic, layout: Layout = LAYOUT) -> Problem:

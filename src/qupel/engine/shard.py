@@ -68,7 +68,7 @@ class Shard:
         self.job = job
         self.mine = tuple(mine)
         self.shown = shown_clients(job.plans)
-        self.tasks: dict[str, Task] = {}  # by the name of a network, made when a client needs it
+        self.tasks: dict[tuple[str, str], Task] = {}  # by role and network, made when a client needs it
         self.judges: dict[str, Judge] = {}
         self.initials: dict[str, Tensor] = {}
         self.initial = self._initial("")
@@ -86,10 +86,10 @@ class Shard:
     def _network(self, name: str) -> nn.Module:
         return self.job.networks[name] if name else self.job.module
 
-    def _task(self, name: str) -> Task:
-        if name not in self.tasks:
-            self.tasks[name] = ModuleTask(self._network(name), self.job.loss)
-        return self.tasks[name]
+    def _task(self, role: str, name: str) -> Task:
+        if (role, name) not in self.tasks:
+            self.tasks[role, name] = ModuleTask(self._network(name), self.job.loss)
+        return self.tasks[role, name]
 
     def _initial(self, name: str) -> Tensor:
         if name not in self.initials:
@@ -99,7 +99,7 @@ class Shard:
 
     def problem(self, client: int) -> Problem:
         """What a client optimizes: its own network and the shared one."""
-        return Problem(self._task(self.job.network_of(client)), self._task(""))
+        return Problem(self._task("own", self.job.network_of(client)), self._task("shared", ""))
 
     def judge_of(self, client: int) -> Judge:
         name = self.job.network_of(client)
