@@ -18,7 +18,7 @@ from qupel.data.partition import Part
 from qupel.data.samples import Arrays, Samples
 from qupel.data.sources import kind_in_words
 from qupel.engine.job import Job
-from qupel.parts.methods.base import any_network, methods
+from qupel.parts.methods.base import any_network, labels_only, methods
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge, value
 from qupel.tasks.task import Diverged, ModuleTask, Tree, call
 from qupel.tasks.trees import leaves
@@ -42,6 +42,10 @@ def network(job: Job, name: str) -> nn.Module:
 
 def _check_networks(job: Job) -> None:
     strangers = [i for i in range(len(job.parts)) if job.network_of(i)]
+    for phase in job.phases:
+        if labels_only(phase.method) and job.data.classes is None:
+            what = f"{methods.name_of(phase.method)} learns from class probabilities"
+            raise UserError(f"{what}, and this data ({job.data.name}) has no class labels")
     for phase in job.phases if strangers else ():
         if not any_network(phase.method):
             why = f"{methods.name_of(phase.method)} ties x to w weight by weight"
