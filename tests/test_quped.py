@@ -3,6 +3,7 @@ written from the formulas alone."""
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def deep_mlp() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         sizes = (INPUTS, 10, 9, 9)
-        layers = [m for a, b in zip(sizes, sizes[1:], strict=False) for m in (nn.Linear(a, b), nn.Tanh())]
+        layers = [m for a, b in pairwise(sizes) for m in (nn.Linear(a, b), nn.Tanh())]
         return nn.Sequential(*layers, nn.Linear(9, CLASSES))
 
 
@@ -210,9 +211,7 @@ def test_three_clients_with_three_networks_are_plain_pytorchs(reading, T, on, fr
     with Inline(job) as engine:
         starts = [engine.shard.state(i, 0, shared.w) for i in range(3)]
         modules = [job.networks[name] if name else job.module for name in job.network]
-        clients = [
-            Plain(m, {slot.name: c for slot, c in s.codebook}) for m, s in zip(modules, starts, strict=True)
-        ]
+        clients = [Plain(m, {slot.name: c for slot, c in s.codebook}) for m, s in zip(modules, starts, strict=True)]
         for r in range(job.rounds):
             shared, *_ = one_round(job, engine, r, shared)
             uploads = []
@@ -307,12 +306,12 @@ def test_what_a_task_is_taught_may_be_taught_again():
 def test_numbers_to_predict_are_refused():
     job = federation(quped())
     job = replace(job, data=replace(job.data, classes=None))
-    with pytest.raises(UserError, match="quped learns from class probabilities, .* has no class labels"):
+    with pytest.raises(UserError, match=r"quped learns from class probabilities, .* has no class labels"):
         check_trainable(job)
 
 
 def test_a_temperature_of_zero_is_refused():
-    with pytest.raises(ValueError, match="temperature = 0.0: allowed are numbers greater than 0"):
+    with pytest.raises(ValueError, match=r"temperature = 0\.0: allowed are numbers greater than 0"):
         QuPeD(temperature=0.0)
 
 

@@ -29,15 +29,11 @@ def check_trainable(job: Job) -> None:
     """Unknown layers, networks that a method cannot tie together, a model or a loss that does not take the data."""
     _check_networks(job)
     names = dict.fromkeys(job.network_of(i) for i in range(len(job.parts)))
-    layouts = {name: _check_network(job, network(job, name)) for name in names}
+    layouts = {name: _check_network(job, job.modules[name]) for name in ("", *names)}
     for client, plan in enumerate(job.plans):
         for name in plan:
             layouts[job.network_of(client)][name]
     _check_metrics(job)
-
-
-def network(job: Job, name: str) -> nn.Module:
-    return job.networks[name] if name else job.module
 
 
 def _check_networks(job: Job) -> None:
@@ -63,7 +59,7 @@ def _check_metrics(job: Job) -> None:
     rows = generator(job.seed, "try metrics").permutation(job.parts[tested].test_rows)[:CALIBRATION_SAMPLES]
     part = replace(job.parts[tested], test_rows=np.sort(rows))
     some = chunks(part.test(job.data), EVALUATION_BATCH, job.transform_of(tested))
-    module = network(job, job.network_of(tested))
+    module = job.modules[job.network_of(tested)]
     score = Judge(module, job.loss, job.metrics).score(Layout.of(module).flatten(module), [], some, job.name(tested))
     value(score, job.judge_by)
 

@@ -140,6 +140,11 @@ class Job:
         kind = self.data.train.kinds[0]
         return bool(self.transforms or self.data.mean) and isinstance(kind, tuple) and kind[0] == torch.float32
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """All networks by name, the shared one's is ""."""
+        return {"": self.module, **self.networks}
+
     def network_of(self, client: int) -> str:
         return self.network[client] if self.network else ""
 

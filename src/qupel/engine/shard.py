@@ -71,12 +71,12 @@ class Shard:
         self.tasks: dict[tuple[str, str], Task] = {}  # by role and network, made when a client needs it
         self.judges: dict[str, Judge] = {}
         self.initials: dict[str, Tensor] = {}
-        self.initial = self._initial("")
+        self.initial = self.start_of("")
         self.layout = Layout.of(job.module)
         self.starts: dict[Any, tuple[Tensor, State]] = {}  # phase and plan -> a model, what `_start` made of it
         self.priors: dict[tuple[int, float], Prior] = {}
         self.biases: dict[str, Slot | None] = {}
-        layouts = {name: Layout.of(module) for name, module in job.networks.items()} | {"": self.layout}
+        layouts = {name: Layout.of(module) for name, module in job.modules.items()}
         self.forms = Forms(
             layout=lambda client: layouts[job.network_of(client)],
             state=lambda phase: state_of(job.phases[phase].method),
@@ -84,14 +84,14 @@ class Shard:
         self.store: Store = DiskStore(self.forms, scratch) if store == "disk" else MemoryStore(self.forms)
 
     def _network(self, name: str) -> nn.Module:
-        return self.job.networks[name] if name else self.job.module
+        return self.job.modules[name]
 
-    def _task(self, role: str, name: str) -> Task:
+    def task(self, role: str, name: str) -> Task:
         if (role, name) not in self.tasks:
             self.tasks[role, name] = ModuleTask(self._network(name), self.job.loss)
         return self.tasks[role, name]
 
-    def _initial(self, name: str) -> Tensor:
+    def start_of(self, name: str) -> Tensor:
         if name not in self.initials:
             module = self._network(name)
             self.initials[name] = Layout.of(module).flatten(module)
@@ -99,7 +99,7 @@ class Shard:
 
     def problem(self, client: int) -> Problem:
         """What a client optimizes: its own network and the shared one."""
-        return Problem(self._task("own", self.job.network_of(client)), self._task("shared", ""))
+        return Problem(self.task("own", self.job.network_of(client)), self.task("shared", ""))
 
     def judge_of(self, client: int) -> Judge:
         name = self.job.network_of(client)
@@ -112,7 +112,7 @@ class Shard:
         job = self.job
         found = self.store.get(client, w[0])
         name = job.network_of(client)
-        newcomer = State(self._initial(name) if name else w[0], w[0])  # the server's newest model is where it starts
+        newcomer = State(self.start_of(name) if name else w[0], w[0])  # the server's newest model is where it starts
         at, state = found if found else (-1, newcomer)
         for k in range(max(at, 0), phase + 1):
             method, prior = job.phases[k].method, self.prior(client, k)
@@ -148,9 +148,10 @@ class Shard:
         """The method's `start`. Many clients come with one and the same model, from FedAvg or from nowhere: what it
         becomes (k-means takes longer than many steps) is made once a plan."""
         method, plan, problem = self.job.phases[phase].method, self.job.plans[client], self.problem(client)
-        if before.x is not before.w or before.codebook:
+        name = self.job.network_of(client)
+        if not (before.x is before.w or before.x is self.initials.get(name)) or before.codebook:
             return method.start(before, plan, problem)
-        key = (phase, self.job.network_of(client), plan.key)
+        key = (phase, name, plan.key)
         source, _ = self.starts.get(key, (None, None))
         if source is not before.x:
             self.starts[key] = before.x, method.start(before, plan, problem)

@@ -29,7 +29,9 @@ def kd(student: Tree, teacher: Tree, temperature: float = 1.0, on: On = "both") 
     """
     if not (isinstance(student, Tensor) and isinstance(teacher, Tensor) and student.shape == teacher.shape):
         shapes = (tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__ for z in (student, teacher))
-        raise UserError("distillation: both networks give one tensor of logits (b, classes); here {} and {}".format(*shapes))
+        raise UserError(
+            "distillation: both networks give one tensor of logits (b, classes); here {} and {}".format(*shapes)
+        )
     log_p = F.log_softmax(teacher / temperature, dim=1)
     log_q = F.log_softmax(student / temperature if on == "both" else student, dim=1)
     each = (log_p.exp() * (log_p - log_q)).sum(1)  # (b, ...)

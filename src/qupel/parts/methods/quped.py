@@ -23,10 +23,10 @@ from qupel.tasks.task import Batch, Pass, Problem, Task, Tree
 @methods.register("quped", paper="Ozkara, Singh, Data, Diggavi, NeurIPS 2021")
 @dataclass(frozen=True)
 class QuPeD(OneRow):
-    """(1 - lambda_p) [f(x) + f(Q~_c(x))] + lambda R(x, c) + lambda_p [KD(x, w) + KD(Q~_c(x), w)]: x and w of any network.
+    """(1 - lambda_p) [f(x) + f(Q~_c(x))] + lambda R(x, c) + lambda_p [KD(x, w) + KD(Q~_c(x), w)], x of any network.
 
     Prox steps on x and c, then w <- w - eta3 grad_w;  w = mean of w_i.  lambda_p = 0: Local, and w stays.
-    reading: what w descends on: `distill`, lambda_p [KD(x, w) + KD(Q(x), w)] alone, or `mutual`, where w learns from the
+    reading: what w descends on: `distill`, lambda_p [KD(x, w) + KD(Q(x), w)] alone; `mutual`, where w learns from the
     data, too: (1 - lambda_p) f(w) + lambda_p KD(w, x), with x the teacher (Shen et al., Federated Mutual Learning).
     eta3: none: that of x. temperature, on: of KD (`tasks.distill.kd`).
     fresh: w sees what the new x and c say, as the listing has it, at two forward passes more; else what they said in
@@ -77,13 +77,14 @@ class QuPeD(OneRow):
     def _w_gradient(self, shared: Pass, problem: Problem, own: Taught, batch: Batch) -> Tensor:
         """Of what w descends on, by what x and Q(x) said (..., d)."""
         if self.reading == "mutual":
-            x = own.heard.get("x", own.heard.get("q"))
+            x = own.heard["x" if "x" in own.heard else "q"]
             lesson = replace(own, task=problem.shared, teacher=x)
             return shared.gradient(batch, loss=lesson.loss, given=(x,)).gradient
         students = tuple(own.heard.values())
 
         def distilled(w: Tree, targets: Tree, *said: Tree) -> Tensor:
-            return own.weight * sum(kd(z, w, self.temperature, self.on) for z in said[: len(students)])
+            each = [kd(z, w, self.temperature, self.on) for z in said[: len(students)]]
+            return own.weight * torch.stack(each).sum()
 
         return shared.gradient(batch, loss=distilled, given=students).gradient
 
