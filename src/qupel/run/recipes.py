@@ -15,6 +15,7 @@ from qupel.core.schedule import Follow, Schedule, Travel
 from qupel.parts.methods import methods
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
+from qupel.parts.methods.quped import QuPeD
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers import quantizers
@@ -76,6 +77,8 @@ class Settings(BaseModel):
     lambda_p: float = Field(2.0, ge=0, description="pull between personal and global model")
     coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
     let_go: bool = Field(True, description="lambda_p falls to 0 along a half cosine after the warm-up")
+    reading: Literal["distill", "mutual"] = Field("mutual", description="what w learns from in QuPeD (docs/method.md)")
+    temperature: float = Field(1.0, gt=0, description="of QuPeD's distillation")
     as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
     # phases, as shares of the rounds
     warmup: float = Field(0.8, ge=0, lt=1, description="FedAvg first")
@@ -159,6 +162,31 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
         as_printed=s.as_printed,
     )
     return [*phases, Phase(method, main), *_tail(s, b, first + main, last, tie.later(b.epochs(main)), eta2)]
+
+
+def quped(s: Settings, b: Length) -> list[Phase]:
+    """QuPeD at full precision, then quantized, then with fixed assignments: no phase ties weights to weights."""
+    first, main, _ = split_rounds(s, b)
+    eta1, eta2, tie = s.x_schedule(b), s.center_schedule(b), s.tie(b.rounds, b)
+    ends = 0, first, first + main, b.rounds
+    skipped = [b.epochs(end) for end in ends]
+    quantizers = (
+        NoQuantizer(),
+        s.learned_centers(eta2.later(skipped[1])),
+        Frozen(eta2.later(skipped[2]), s.center_gradient, s.clip),
+    )
+    phases = []
+    for k, quantizer in enumerate(quantizers):
+        method = QuPeD(
+            eta1=eta1.later(skipped[k]),
+            lambda_p=tie.later(skipped[k]),
+            reading=s.reading,
+            temperature=s.temperature,
+            optimizer=s.x_optimizer(),
+            quantizer=quantizer,
+        )
+        phases.append(Phase(method, ends[k + 1] - ends[k]))
+    return [phase for phase in phases if phase.rounds]
 
 
 def local(s: Settings, b: Length) -> list[Phase]:
@@ -278,10 +306,12 @@ _PAPER_TRAINING |= {"lambda_growth": 1e-4, "eta2_drops": (80, 140), "finetune": 
 _PRINTED = _PAPER | {"rule": "paper", "as_printed": True}
 
 _ALONE: dict[str, object] = {"warmup": 0.5}
+_TAUGHT = _ALONE | {"lambda_p": 0.5, "let_go": False}
 
 _recipe("qupel", "QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel)
 _recipe("qupel-corrected", "QuPeL with the paper's settings and corrected signs", qupel, _PAPER, fixed=True)
 _recipe("qupel-paper", "QuPeL exactly as printed, wrong signs included", qupel, _PRINTED, fixed=True)
+_recipe("quped", "QuPeD: clients with networks of their own, tied by what they predict", quped, _TAUGHT)
 _recipe("local", "Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE)
 _recipe("local-corrected", "Algorithm 1 at each client with the paper's settings", local, _PAPER, fixed=True)
 _recipe("training-corrected", "Algorithm 1 as in Table 1 of the paper", local, _PAPER_TRAINING, fixed=True)

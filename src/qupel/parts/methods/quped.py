@@ -49,6 +49,8 @@ class QuPeD(OneRow):
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ValueError(f"temperature = {self.temperature}: allowed are numbers greater than 0")
+        if not 0 <= self.lambda_p.start <= 1:
+            raise ValueError(f"lambda_p = {self.lambda_p.start}: a share, allowed are 0 to 1")
 
     def start(self, before: State, plan: Plan, problem: Problem) -> State:
         x, codebook = self.quantizer.start(before, plan, problem.own.layout)
