@@ -24,9 +24,11 @@ from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.quped import QuPeD
 from qupel.parts.phase import Phase
+from qupel.parts.quantizers.lsq import LSQ
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.ste import StraightThrough
+from qupel.parts.quantizers.taught import TaughtQuantizer
 from qupel.tasks.distill import Taught, kd
 from qupel.tasks.task import Batch, ModuleTask, Problem
 from qupel.util.errors import UserError
@@ -306,7 +308,7 @@ def test_what_a_task_is_taught_may_be_taught_again():
 def test_numbers_to_predict_are_refused():
     job = federation(quped())
     job = replace(job, data=replace(job.data, classes=None))
-    with pytest.raises(UserError, match=r"quped learns from class probabilities, .* has no class labels"):
+    with pytest.raises(UserError, match=r"QuPeD learns from class probabilities, .* has no class labels"):
         check_trainable(job)
 
 
@@ -326,3 +328,45 @@ def test_a_memory_goes_with_each_network():
     with Inline(job) as engine:
         finished = run(job, engine)
         assert [len(engine.deployed(job.rounds - 1, finished.w, i).codebook.slots) for i in range(4)] == [1, 1, 2, 1]
+
+
+# --- a client's own x as the teacher of its Q(x) ---
+
+
+@pytest.mark.parametrize(("quantizer", "forwards"), [(Prox(eta2=Schedule(ETA2), lam=Schedule(0.0)), 2), (LSQ(), 2)])
+def test_x_teaches_its_low_bit_model(quantizer, forwards):
+    """Against autograd in float64, with the quantizer's own way to make weights and levels of df/dQ; what x said is
+    taken from a pass that is there, else made."""
+    own, _, batch = setting()
+    task, calls = ModuleTask(own, F.cross_entropy, torch.float64), []
+    task.module.register_forward_hook(lambda *_: calls.append(1))
+    x = task.layout.flatten(own)
+    codebook = start_codebook(task.layout, x, plan_bits(task.layout, 2), "range")
+    taught = Local(eta1=Schedule(ETA1), quantizer=TaughtQuantizer(quantizer, 0.25, 2.0))
+    after, info = taught.step(State(x, x, codebook), Problem(task, task), batch, CLOCK)
+    assert len(calls) == forwards
+    z = own(batch.inputs).detach()
+
+    class ByHand(ModuleTask):
+        """The task with the mixture as its loss, but at x."""
+
+        def gradient(self, v, *given, **named):
+            loss = F.cross_entropy if v is x else lambda out, targets: mixed(out, targets, z, 2.0, weight=0.25)
+            return super().gradient(v, *given, **{**named, "loss": loss})
+
+    hand = ByHand(own, F.cross_entropy, torch.float64)
+    alone = Local(eta1=Schedule(ETA1), quantizer=quantizer)
+    expected, _ = alone.step(State(x, x, codebook), Problem(hand, hand), batch, CLOCK)
+    torch.testing.assert_close(after.x, expected.x, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(after.codebook.centers[0], expected.codebook.centers[0], rtol=1e-9, atol=1e-12)
+    plain, said = alone.step(State(x, x, codebook), Problem(task, task), batch, CLOCK)
+    assert not torch.allclose(plain.codebook.centers[0], after.codebook.centers[0], atol=1e-9)
+    assert info.loss == said.loss  # f, not the mixture
+
+
+def test_a_taught_quantizer_without_weight_is_the_quantizer():
+    _, models = run_inline(federation(quped()))
+    _, others = run_inline(federation(quped(quantizer=TaughtQuantizer(QUANTIZER, 0.0))))
+    _, lessons = run_inline(federation(quped(quantizer=TaughtQuantizer(QUANTIZER, 0.5))))
+    assert same(models, others)
+    assert not any(torch.equal(a, b) for a, b in zip(models, lessons, strict=True))

@@ -202,7 +202,7 @@ def exact_center(mu, xs, kappa):
 
 def every(registry: Registry) -> list[Any]:
     """One of each registered part, with its defaults where it has them."""
-    return [next(iter(examples(entry.part))) for entry in registry.all().values()]
+    return [_first(entry.part) for entry in registry.all().values()]
 
 
 def cover(firsts: Sequence[T], seconds: Sequence[U]) -> list[tuple[T, U]]:
@@ -219,10 +219,16 @@ def name(part: Any) -> str:
 @cache
 def examples(cls: type) -> tuple[Any, ...]:
     """Instances of a dataclass: its defaults, then each of its fields at other values of the field's type."""
+    first = _first(cls)
+    return first, *_variants(first, get_type_hints(cls))
+
+
+@cache
+def _first(cls: type) -> Any:
+    """With its defaults where it has them."""
     hints = get_type_hints(cls)
     needed = [f for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
-    first = cls(**{f.name: next(_values(hints[f.name])) for f in needed})
-    return first, *_variants(first, hints)
+    return cls(**{f.name: next(_values(hints[f.name])) for f in needed})
 
 
 def _variants(first: Any, hints: dict[str, Any]) -> Iterator[Any]:

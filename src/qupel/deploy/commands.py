@@ -336,7 +336,8 @@ def _show_plan(found: BudgetPlan) -> None:
     out.print(grid, highlight=False)
 
 
-_USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28), "cnn1d": (8, 52), "lstm": (80,), "transformer": (80,)}
+_USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28), "lstm": (80,), "transformer": (80,)}
+_USUAL |= dict.fromkeys(("cnn1d", "mobilenet1d", "tcn"), (8, 52))
 
 
 def _planned(model: str, shape: str | None, classes: int, allowed: Allowed) -> tuple[nn.Module, About | None]:

@@ -40,7 +40,8 @@ def _check_networks(job: Job) -> None:
     strangers = [i for i in range(len(job.parts)) if job.network_of(i)]
     for phase in job.phases:
         if labels_only(phase.method) and job.data.classes is None:
-            what = f"{methods.name_of(phase.method)} learns from class probabilities"
+            part = phase.method if getattr(phase.method, "labels_only", False) else phase.method.quantizer  # type: ignore[attr-defined]
+            what = f"{type(part).__name__} learns from class probabilities"
             raise UserError(f"{what}, and this data ({job.data.name}) has no class labels")
     for phase in job.phases if strangers else ():
         if not any_network(phase.method):

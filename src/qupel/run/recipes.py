@@ -18,7 +18,7 @@ from qupel.parts.methods.local import Local
 from qupel.parts.methods.quped import QuPeD
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
-from qupel.parts.quantizers import quantizers
+from qupel.parts.quantizers import Quantizer, quantizers
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
 from qupel.parts.quantizers.frozen import Frozen
@@ -170,13 +170,11 @@ def quped(s: Settings, b: Length) -> list[Phase]:
     eta1, eta2, tie = s.x_schedule(b), s.center_schedule(b), s.tie(b.rounds, b)
     ends = 0, first, first + main, b.rounds
     skipped = [b.epochs(end) for end in ends]
-    quantizers = (
-        NoQuantizer(),
-        s.learned_centers(eta2.later(skipped[1])),
-        Frozen(eta2.later(skipped[2]), s.center_gradient, s.clip),
-    )
+    learned = s.learned_centers(eta2.later(skipped[1]))
+    frozen = Frozen(eta2.later(skipped[2]), s.center_gradient, s.clip)
+    of_phase: tuple[Quantizer, ...] = (NoQuantizer(), learned, frozen)
     phases = []
-    for k, quantizer in enumerate(quantizers):
+    for k, quantizer in enumerate(of_phase):
         method = QuPeD(
             eta1=eta1.later(skipped[k]),
             lambda_p=tie.later(skipped[k]),

@@ -38,8 +38,34 @@ def kd(student: Tree, teacher: Tree, temperature: float = 1.0, on: On = "both") 
     return each.mean() * (temperature**2 if on == "both" else 1.0)
 
 
+class Around:
+    """A task that is another one but for what is learned from."""
+
+    task: Task
+
+    @property
+    def inmost(self) -> Task:
+        return self.task.inmost if isinstance(self.task, Around) else self.task
+
+    @property
+    def layout(self) -> Layout:
+        return self.task.layout
+
+    def forward(self, x: Tensor, inputs: Tree) -> Pass:
+        return self.inmost.forward(x, inputs)
+
+    def outputs(self, x: Tensor, inputs: Tree) -> Tree:
+        return self.inmost.outputs(x, inputs)
+
+    def value(self, x: Tensor, batch: Batch) -> Value:
+        return self.inmost.value(x, batch)
+
+    def loss_of(self, outputs: Tree, batch: Batch) -> Value:
+        return self.inmost.loss_of(outputs, batch)
+
+
 @dataclass(frozen=True, eq=False)
-class Taught:
+class Taught(Around):
     """A task whose loss is (1 - weight) f + weight KD(., teacher), by what the teacher said to this very batch.
 
     It is a task like any other, so that every quantizer makes its own passes on it. heard: what the student said, at x
@@ -53,14 +79,6 @@ class Taught:
     on: On = "both"
     x: Tensor | None = None
     heard: dict[Literal["x", "q"], Tree] = field(default_factory=dict)
-
-    @property
-    def layout(self) -> Layout:
-        return self.task.layout
-
-    @property
-    def inmost(self) -> Task:
-        return self.task.inmost if isinstance(self.task, Taught) else self.task
 
     @property
     def teachers(self) -> tuple[Tree, ...]:
@@ -90,14 +108,37 @@ class Taught:
         if isinstance(self.task, Taught):
             self.task.hear(x, outputs)
 
-    def forward(self, x: Tensor, inputs: Tree) -> Pass:
-        return self.inmost.forward(x, inputs)
 
-    def outputs(self, x: Tensor, inputs: Tree) -> Tree:
-        return self.inmost.outputs(x, inputs)
+@dataclass(eq=False)
+class SelfTaught(Around):
+    """A task that is itself at x, and whose loss elsewhere, at Q(x), is (1 - weight) f + weight KD(., x).
 
-    def value(self, x: Tensor, batch: Batch) -> Value:
-        return self.inmost.value(x, batch)
+    teacher: what x said, where a pass has been made; a quantizer that makes none costs a forward pass more.
+    """
 
-    def loss_of(self, outputs: Tree, batch: Batch) -> Value:
-        return self.inmost.loss_of(outputs, batch)
+    task: Task
+    x: Tensor
+    weight: float
+    temperature: float = 1.0
+    teacher: Tree | None = None
+
+    @property
+    def loss(self) -> Loss:
+        return self.task.loss
+
+    def gradient(
+        self,
+        x: Tensor,
+        batch: Batch,
+        slots: Sequence[Slot] | None = None,
+        *,
+        loss: Loss | None = None,
+        given: Sequence[Tree] = (),
+    ) -> Evaluated:
+        if x is self.x or loss is not None:
+            found = self.task.gradient(x, batch, slots, loss=loss, given=given)
+            self.teacher = found.outputs if x is self.x else self.teacher
+            return found
+        if self.teacher is None:
+            self.teacher = self.outputs(self.x, batch[0])
+        return Taught(self.task, self.teacher, self.weight, self.temperature).gradient(x, batch, slots)

@@ -117,7 +117,9 @@ def any_network(method: Method) -> bool:
 
 
 def labels_only(method: Method) -> bool:
-    return getattr(method, "labels_only", False)
+    """Of the method, or of its quantizer."""
+    parts = (method, getattr(method, "quantizer", None))
+    return any(getattr(part, "labels_only", False) for part in parts)
 
 
 def quantizer_of(method: Method) -> str:
