@@ -16,9 +16,10 @@ from qupel.core.layout import Layout
 from qupel.core.optim import SGD
 from qupel.core.schedule import Clock, Schedule
 from qupel.data.batches import batch as batch_of
+from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
-from qupel.engine.rounds import one_round, run
+from qupel.engine.rounds import Stopped, enter, one_round, run
 from qupel.parts.base import State
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
@@ -32,7 +33,7 @@ from qupel.parts.quantizers.taught import TaughtQuantizer
 from qupel.tasks.distill import Taught, kd
 from qupel.tasks.task import Batch, ModuleTask, Problem
 from qupel.util.errors import UserError
-from tiny import CLASSES, INPUTS, beginning, make_job, mlp, run_inline, same, wide_mlp
+from tiny import CLASSES, INPUTS, beginning, final_models, make_job, mlp, run_inline, same, wide_mlp
 from toy import exact_center, nearest, prox_weight
 
 ETA1, ETA2, ETA3, LAM, LAMBDA_P = 0.1, 0.05, 0.2, 0.3, 0.4
@@ -300,6 +301,51 @@ def test_what_a_task_is_taught_may_be_taught_again():
     for slot in task.layout.slots:
         torch.testing.assert_close(slot.view(got.gradient), grads[slot.name], rtol=1e-10, atol=1e-12)
     assert set(inner.heard) == {"q"}
+
+
+# --- clients of one network ---
+
+
+def shared_within(**settings):
+    """Two clients of one network, one of another, one of the shared network alone with it."""
+    method = quped(share="architecture", **settings)
+    return federation(method, sizes=(12, 12, 12, 12), network=["", "wide", "deep", "wide"], bits=(2, 2, 1, 2))
+
+
+def test_clients_of_one_network_are_averaged_within_it():
+    """With pull = 1 both have their mean, as by hand; who is alone keeps what it has."""
+    job = replace(shared_within(pull=1.0), on_bad_upload="stop")
+    alone = replace(job, phases=[replace(job.phases[0], method=quped())])
+    with Inline(job) as engine, Inline(alone) as other:
+        shared, *_ = one_round(job, engine, 0, enter(job.phases[0], beginning(job).w, job.rows_of(0)))
+        expected, *_ = one_round(alone, other, 0, beginning(alone))
+        torch.testing.assert_close(shared.w[0], expected.w[0])
+        mine, theirs = (
+            [e.shard.state(i, 0, w).x for i in range(4)] for e, w in ((engine, shared.w), (other, expected.w))
+        )
+    mean = (theirs[1].double() + theirs[3].double()).div(2).float()
+    for got, want in zip(mine, (theirs[0], mean, theirs[2], mean), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_it_goes_on_from_a_checkpoint_in_stacks_and_over_phases(tmp_path):
+    job = shared_within()
+    job = job.with_phases([Phase(replace(job.phases[0].method, quantizer=NoQuantizer()), 2), *job.phases])
+    done, models = run_inline(job)
+    assert len(done.w) == 6  # w; its own network's mean; wide's and deep's, two rows of w's size each
+    assert done.lines[-1]["upload_bytes"] == 4 * 3 * len(done.w[0])
+    for _ in range(job.rounds - 1):
+        with Inline(job) as engine, pytest.raises(Stopped):
+            run(job, engine, checkpoints=Checkpoints(tmp_path, "same"), should_stop=lambda: True)
+    with Inline(job) as engine:
+        again = run(job, engine, checkpoints=Checkpoints(tmp_path, "same"))
+        assert same(final_models(job, engine, again.w), models)
+    stacked, others = run_inline(replace(job, stacked=True))
+    for a, b in zip([*done.w, *models], [*stacked.w, *others], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    _, apart = run_inline(job.with_phases([replace(p, method=replace(p.method, share="nothing")) for p in job.phases]))
+    assert torch.allclose(apart[0], models[0], atol=1e-2)
+    assert not torch.allclose(apart[1], models[1], atol=1e-4)
 
 
 # --- at the door ---

@@ -123,7 +123,7 @@ def run(
     for round in range(start, job.rounds):
         phase, within = job.locate(round)
         if within == 0:
-            model = enter(job.phases[phase], model.w)
+            model = enter(job.phases[phase], model.w, job.rows_of(phase))
         model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints)
         drawn.update(job.cohort(round))
         if back:
@@ -176,9 +176,13 @@ class Shared:
         return Shared(tuple(row.to(device) for row in self.w), tuple(t.to(device) for t in self.memory))
 
 
-def enter(phase: Phase, w: Rows) -> Shared:
-    """The server at the first round of a phase, with the model of the one before it."""
+def enter(phase: Phase, w: Rows, count: int = 0) -> Shared:
+    """The server at the first round of a phase, with the model of the one before it. count: its rows, where it has more
+    than the method's: means of networks, of which the phase before may have left some."""
     rows = phase.method.broadcast(w[0])
+    if count > len(rows):
+        blank = [torch.zeros_like(w[0]) for _ in range(count - len(rows))]
+        rows = (*rows, *(w[len(rows) :] if len(w) == count else blank))
     return Shared(rows, phase.server.start(rows[: models_of(phase.method, len(rows))]))
 
 
@@ -212,7 +216,8 @@ def guarded_round(
     if good and job.locate(good.rounds - 1)[0] == phase:
         back_to = Shared(good.w, good.memory).to(model.w[0].device)
     else:  # of another phase, or none: the server begins this one again
-        back_to = enter(job.phases[phase], good.w if good else (layout.flatten(job.module),)).to(model.w[0].device)
+        first = good.w if good else (layout.flatten(job.module),)
+        back_to = enter(job.phases[phase], first, job.rows_of(phase)).to(model.w[0].device)
     guard.known.returned = good.rounds if good else 0
     until = guard.send_to_rest(suspects)
     where = f"as after round {good.rounds}" if good else "as at the start"

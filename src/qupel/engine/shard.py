@@ -120,8 +120,33 @@ class Shard:
                 before = self.prior(client, k - 1) if k else NO_PRIOR
                 state = self._start(k, prior.entered(before, state), client)
             rows = w if k == phase else method.broadcast(w[0])
+            rows = self._its_rows(client, k, rows)
             state = method.receive(state, prior.seen(rows, models_of(method, len(rows))))
         return state
+
+    def _its_rows(self, client: int, phase: int, rows: Rows) -> Rows:
+        """Of the server's rows those that concern a client: of means of networks its own network's (d_i,)."""
+        places, name = self.job.places(phase), self.job.network_of(client)
+        if not places:
+            return rows
+        own, first = places[name], min(place.start for place in places.values())
+        mean = torch.cat(rows[own])[: self.forms.layout(client).size] if len(rows) >= own.stop else None
+        return rows[:first] if mean is None else (*rows[:first], mean)
+
+    def sent(self, client: int, phase: int, upload: Upload | None, w: Rows) -> Upload | None:
+        """What leaves a client, as rows of the server's: without what its prior added, and with x, where it goes with
+        its network's mean, in the place of that. Rows that are not its own have a share of 0."""
+        method, places = self.job.phases[phase].method, self.job.places(phase)
+        upload = self.prior(client, phase).sent(upload, models_of(method, len(w)))
+        if upload is None or not places:
+            return upload
+        own, first = places[self.job.network_of(client)], len(upload.rows) - 1
+        x = upload.rows[-1]
+        room = (own.stop - own.start) * len(w[0])
+        packed = torch.cat([x, x.new_zeros(room - len(x))]).split(len(w[0]))
+        shares = x.new_zeros(len(w))
+        shares[:first] = shares[own] = 1
+        return Upload((*upload.rows[:first], *w[first : own.start], *packed, *w[own.stop :]), shares)
 
     def prior(self, client: int, phase: int) -> Prior:
         """How a client sees shared models in a phase."""
@@ -173,7 +198,7 @@ class Shard:
                         batch = self.batch(client, round * job.local_steps + local, picked[local])
                         state, info = method.step(state, problem, batch, job.clock(round, local))
                         told.add(info)
-                    upload = self.prior(client, phase).sent(method.upload(state), models_of(method, len(w)))
+                    upload = self.sent(client, phase, method.upload(state), w)
                 fault = screen(upload, w) or sound(state)
                 fault = f"round {round + 1}: {fault}" if fault else None
             except Exception as e:
@@ -185,7 +210,13 @@ class Shard:
                 fault = f"round {round + 1}, step {told.steps + 1}: {where}"
             if fault is None and keeps_state(method):
                 self.store.put(client, phase, state)
-            yield Trained(client, upload if fault is None else None, told.means(), fault)
+            yield Trained(client, upload if fault is None else None, told.means(), fault, self.wire(phase, upload))
+
+    def wire(self, phase: int, upload: Upload | None) -> int | None:
+        """Bytes of an upload whose rows are not all the client's own; None: 4 a number."""
+        if upload is None or upload.shares is None or not self.job.places(phase):
+            return None
+        return 4 * len(upload.rows[0]) * int(upload.shares.sum())
 
     def rows_of(self, client: int, round: int) -> np.ndarray:
         """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""

@@ -19,7 +19,7 @@ from qupel.engine.job import Job
 from qupel.engine.shard import Shard, Trained, all_finite, named, screen, sound
 from qupel.engine.store import flatten
 from qupel.parts.base import Rows, State, Upload, combined
-from qupel.parts.methods.base import keeps_state, models_of
+from qupel.parts.methods.base import keeps_state
 from qupel.tasks.stack import StackTask
 from qupel.tasks.task import Batch, Problem
 from qupel.tasks.trees import over
@@ -105,14 +105,14 @@ class StackedShard(Shard):
         keeps = keeps_state(method)
         for row, client in enumerate(clients):
             upload, fault = _one_upload(sent, rows_sent, row), faults.get(row)
-            upload = self.prior(client, phase).sent(upload, models_of(method, len(w)))
+            upload = self.sent(client, phase, upload, w)
             if fault is None and not clean:
                 fault = screen(upload, w) or sound(one_of(state, row))
                 fault = f"round {round + 1}: {fault}" if fault else None
             if fault is None and keeps:
                 self.store.put(client, phase, one_of(state, row))
             means = {name: sum(v[row] for v in steps) / len(steps) for name, steps in values.items()}
-            yield Trained(client, upload if fault is None else None, means, fault)
+            yield Trained(client, upload if fault is None else None, means, fault, self.wire(phase, upload))
 
     def batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> Batch:
         """The clients' batches of a step, rows (k, b) of the data set: inputs (k, b, ...), targets (k, b, ...)."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from qupel.core.codebook import Plan
 from qupel.core.optim import SGD, Optimizer
 from qupel.core.schedule import Clock, Schedule
-from qupel.parts.base import Deployed, Info, State, Upload
+from qupel.parts.base import Deployed, Info, Rows, State, Upload
 from qupel.parts.methods.base import OneRow, methods, quantized_step
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.quantizers.prox import Prox
@@ -29,12 +29,15 @@ class QuPeD(OneRow):
     reading: what w descends on: `distill`, lambda_p [KD(x, w) + KD(Q(x), w)] alone; `mutual`, where w learns from the
     data, too: (1 - lambda_p) f(w) + lambda_p KD(w, x), with x the teacher (Shen et al., Federated Mutual Learning).
     eta3: none: that of x. temperature, on: of KD (`tasks.distill.kd`).
+    share: with `architecture` clients of one network also average within it: x <- x + pull (mean of its network - x) at
+    the start of a round; pull = 1 is FedAvg there.
     fresh: w sees what the new x and c say, as the listing has it, at two forward passes more; else what they said in
     this step's own passes.
     """
 
     any_network: ClassVar[bool] = True
     labels_only: ClassVar[bool] = True
+    models: ClassVar[int] = 1  # beside w, means of networks
 
     eta1: Schedule = Schedule(0.1)
     eta3: Schedule | None = None
@@ -43,6 +46,8 @@ class QuPeD(OneRow):
     temperature: float = 1.0
     on: On = "both"
     fresh: bool = False
+    share: Literal["nothing", "architecture"] = "nothing"
+    pull: float = 0.3
     optimizer: Optimizer = SGD()
     quantizer: Quantizer = Prox()
 
@@ -51,10 +56,23 @@ class QuPeD(OneRow):
             raise ValueError(f"temperature = {self.temperature}: allowed are numbers greater than 0")
         if not 0 <= self.lambda_p.start <= 1:
             raise ValueError(f"lambda_p = {self.lambda_p.start}: a share, allowed are 0 to 1")
+        if not 0 <= self.pull <= 1:
+            raise ValueError(f"pull = {self.pull}: allowed are 0 to 1")
+
+    @property
+    def row_per_network(self) -> bool:
+        return self.share == "architecture"
 
     def start(self, before: State, plan: Plan, problem: Problem) -> State:
         x, codebook = self.quantizer.start(before, plan, problem.own.layout)
         return State(x, before.w, codebook, self.optimizer.memory(x))
+
+    def receive(self, state: State, w: Rows) -> State:
+        shared, *mean = w
+        if not mean or not self.row_per_network:
+            return replace(state, w=shared)
+        known = mean[0].any(-1, keepdim=True)  # zeros: there is no mean yet
+        return replace(state, w=shared, x=torch.where(known, torch.lerp(state.x, mean[0], self.pull), state.x))
 
     def step(self, s: State, problem: Problem, batch: Batch, clock: Clock) -> tuple[State, Info]:
         lambda_p, eta3 = self.lambda_p(clock.time), (self.eta3 or self.eta1)(clock.time)
@@ -91,7 +109,7 @@ class QuPeD(OneRow):
         return shared.gradient(batch, loss=distilled, given=students).gradient
 
     def upload(self, state: State) -> Upload:
-        return Upload((state.w,))
+        return Upload((state.w, state.x) if self.row_per_network else (state.w,))
 
     def deployed(self, state: State) -> Deployed:
         return self.quantizer.deployed(state.x, state.codebook)
