@@ -1,5 +1,5 @@
-"""What a QuPeD step costs: against its bare passes, the forward and backward of x, of Q(x) and of w by plain PyTorch; in
-one process, interleaved, medians of many, for clients whose network is not the shared one.
+"""What a QuPeD step costs: against its bare passes, forward and backward of x, of Q(x) and of w by plain PyTorch; in one
+process, interleaved, medians of many, for clients whose network is not the shared one.
 
     python benchmarks/quped_step.py [--steps 40] [--threads 1] [--only cnn5]
 
@@ -11,7 +11,6 @@ import sys
 
 import numpy as np
 import torch
-from step_cost import bare_pass, interleaved
 from torch import nn
 
 from qupel.core.codebook import plan_bits
@@ -21,6 +20,7 @@ from qupel.parts.methods.quped import QuPeD
 from qupel.tasks import zoo
 from qupel.tasks.task import ModuleTask, Problem
 from qupel.util.machine import keep_memory
+from step_cost import bare_pass, interleaved
 
 LIMIT = 1.1
 WORK = {  # own network -> shared network, shape of an input, batch
