@@ -1,4 +1,4 @@
-"""What a QuPeD step costs: against its bare passes, forward and backward of x, of Q(x) and of w by plain PyTorch; in one
+"""What a QuPeD step costs: against its bare passes, forward and backward of x, Q(x) and w by plain PyTorch; in one
 process, interleaved, medians of many, for clients whose network is not the shared one.
 
     python benchmarks/quped_step.py [--steps 40] [--threads 1] [--only cnn5]
