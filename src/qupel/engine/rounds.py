@@ -19,7 +19,7 @@ from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.guard import Guard
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
-from qupel.parts.base import Deployed, Rows, vector
+from qupel.parts.base import Deployed, Rows, Upload, vector
 from qupel.parts.methods.base import methods, models_of, quantizer_of
 from qupel.parts.phase import Phase
 from qupel.parts.servers import ServerState, add
@@ -242,11 +242,12 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
     size, so_far, beside = 0, None, None
+    apart = bool(job.places(job.locate(round)[0]))  # means of networks: a client sends its own network's rows
     for d in map(guard.screen, engine.train(round, sent, guard.present(job.cohort(round)))):
         done.append(replace(d, upload=None))
         if d.upload is None:
             continue
-        size = max(size, 4 * len(start) if d.wire is None else d.wire)
+        size = max(size, 4 * own_numbers(d.upload, apart) if d.wire is None else d.wire)
         share = job.share(d.client) if d.share is None else d.share
         if job.diagnostics is not None:
             moved.append((share, job.diagnostics.apart(vector(d.upload.rows), start)))
@@ -267,6 +268,12 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
         refused.append(f"the new w of round {round + 1}, the old one stays: {fault}")
         new = model
     return new, means(d.info for d in done if not d.fault), refused, size, (moved, start, vector(new.w))
+
+
+def own_numbers(upload: Upload, apart: bool) -> int:
+    """How many numbers a client sends. apart: rows without a share are not its own, and do not travel."""
+    own = upload.shares.tolist() if apart and upload.shares is not None else [1.0] * len(upload.rows)
+    return sum(len(row) for row, share in zip(upload.rows, own, strict=True) if share)
 
 
 def means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -210,13 +210,7 @@ class Shard:
                 fault = f"round {round + 1}, step {told.steps + 1}: {where}"
             if fault is None and keeps_state(method):
                 self.store.put(client, phase, state)
-            yield Trained(client, upload if fault is None else None, told.means(), fault, self.wire(phase, upload))
-
-    def wire(self, phase: int, upload: Upload | None) -> int | None:
-        """Bytes of an upload whose rows are not all the client's own; None: 4 a number."""
-        if upload is None or upload.shares is None or not self.job.places(phase):
-            return None
-        return 4 * len(upload.rows[0]) * int(upload.shares.sum())
+            yield Trained(client, upload if fault is None else None, told.means(), fault)
 
     def rows_of(self, client: int, round: int) -> np.ndarray:
         """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""
