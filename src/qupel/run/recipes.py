@@ -165,26 +165,23 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
 
 
 def quped(s: Settings, b: Length) -> list[Phase]:
-    """QuPeD at full precision, then quantized, then with fixed assignments: no phase ties weights to weights."""
-    first, main, _ = split_rounds(s, b)
-    eta1, eta2, tie = s.x_schedule(b), s.center_schedule(b), s.tie(b.rounds, b)
-    ends = 0, first, first + main, b.rounds
-    skipped = [b.epochs(end) for end in ends]
-    learned = s.learned_centers(eta2.later(skipped[1]))
-    frozen = Frozen(eta2.later(skipped[2]), s.center_gradient, s.clip)
-    of_phase: tuple[Quantizer, ...] = (NoQuantizer(), learned, frozen)
+    """Full precision first, where x and w learn from the data alone (a teacher that knows nothing yet is of no use; of
+    `distill`, where w has nothing but x to learn from, with the tie); then QuPeD with learned levels, then fine-tuning."""
+    first, main, last = split_rounds(s, b)
+    eta1, eta2, tie = s.x_schedule(b), s.center_schedule(b), s.tie(main + last, b)
+    begun, ended = b.epochs(first), b.epochs(first + main)
+    frozen = Frozen(eta2.later(ended), s.center_gradient, s.clip)
+    parts: list[tuple[int, float, Schedule, Quantizer]] = [  # rounds, epochs before, lambda_p, quantizer
+        (first, 0.0, Schedule(s.lambda_p if s.reading == "distill" else 0.0), NoQuantizer()),
+        (main, begun, tie, s.learned_centers(eta2.later(begun))),
+        (last, ended, tie.later(b.epochs(main)), frozen),
+    ]
     phases = []
-    for k, quantizer in enumerate(of_phase):
-        method = QuPeD(
-            eta1=eta1.later(skipped[k]),
-            lambda_p=tie.later(skipped[k]),
-            reading=s.reading,
-            temperature=s.temperature,
-            optimizer=s.x_optimizer(),
-            quantizer=quantizer,
-        )
-        phases.append(Phase(method, ends[k + 1] - ends[k]))
-    return [phase for phase in phases if phase.rounds]
+    for rounds, before, lambda_p, quantizer in parts:
+        settings: dict[str, Any] = {"reading": s.reading, "temperature": s.temperature, "optimizer": s.x_optimizer()}
+        method = QuPeD(eta1=eta1.later(before), lambda_p=lambda_p, quantizer=quantizer, **settings)
+        phases += [Phase(method, rounds)] if rounds else []
+    return phases
 
 
 def local(s: Settings, b: Length) -> list[Phase]:
