@@ -165,8 +165,8 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
 
 
 def quped(s: Settings, b: Length) -> list[Phase]:
-    """Full precision first, where x and w learn from the data alone (a teacher that knows nothing is of no use; of
-    `distill`, where w has nothing but x to learn from, with the tie); then QuPeD with learned levels, then fine-tuning."""
+    """Full precision first, where x and w learn from the data alone (a teacher that knows nothing is of no use), but of
+    `distill`, where w has nothing but x to learn from; then QuPeD with learned levels, then fine-tuning."""
     first, main, last = split_rounds(s, b)
     eta1, eta2, tie = s.x_schedule(b), s.center_schedule(b), s.tie(main + last, b)
     begun, ended = b.epochs(first), b.epochs(first + main)
