@@ -206,6 +206,7 @@ def test_the_summary_groups_clients_by_network_and_bits(finished):
         (('{name = "mlp", args', '{named = "mlp", args'), r"model\.networks"),
         (("networks = []", ""), r"fedavg ties x to w weight by weight, but client 1 has another network"),
         (('layers = ["3.weight"]', 'layers = ["none"]'), r"no layer.*none"),
+        (('recipe = "quped"', 'recipe = "quped"\nlambda_p = 2.0'), r"lambda_p = 2\.0: of quped it is a share"),
     ],
 )
 def test_mistakes_are_told(change, words):
@@ -248,7 +249,7 @@ def test_three_machines_with_three_networks_have_the_local_engines_bits(tmp_path
     assert not any("digits_cnn" in json.dumps(header) for header in post.headers)
 
 
-# --- in stacks, and taught by shared weights only ---
+# --- phases ---
 
 
 def test_phases_of_several_methods_that_take_any_network():

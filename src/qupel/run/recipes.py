@@ -167,6 +167,8 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
 def quped(s: Settings, b: Length) -> list[Phase]:
     """Full precision first, where x and w learn from the data alone (a teacher that knows nothing is of no use), but of
     `distill`, where w has nothing but x to learn from; then QuPeD with learned levels, then fine-tuning."""
+    if s.lambda_p > 1:
+        raise UserError(f"lambda_p = {s.lambda_p}: of quped it is a share, allowed are 0 to 1")
     first, main, last = split_rounds(s, b)
     eta1, eta2, tie = s.x_schedule(b), s.center_schedule(b), s.tie(main + last, b)
     begun, ended = b.epochs(first), b.epochs(first + main)
