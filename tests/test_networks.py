@@ -249,6 +249,12 @@ def test_three_machines_with_three_networks_have_the_local_engines_bits(tmp_path
     assert not any("digits_cnn" in json.dumps(header) for header in post.headers)
 
 
+def test_means_of_networks_are_refused_there(tmp_path):
+    text = bench.config(3).split("[methods")[0] + '[methods.QuPeL]\nmethod = {name = "quped", share = "architecture"}\n'
+    with pytest.raises(UserError, match='share = "architecture": clients on Flower do not tell their networks'):
+        conduct(bench.request(tmp_path / "run", text), Direct(bench.clients(tmp_path)))
+
+
 # --- phases ---
 
 

@@ -31,15 +31,14 @@ from qupel.engine.shard import Judged, Trained, screen
 from qupel.flower import boundary
 from qupel.flower.boundary import Answer, printable
 from qupel.flower.frames import Header
-from qupel.flower.task import PROTOCOL, Task, Wanted
+from qupel.flower.task import PROTOCOL, Task, Wanted, refuse_means_of_networks
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
-from qupel.parts.methods.base import row_per_network, sends
+from qupel.parts.methods.base import sends
 from qupel.run.adapt import FILE, layout_hash, write_origin
 from qupel.run.config import Config, Strict, find_modules_in
 from qupel.run.folder import origin_of
-from qupel.run.jobs import Cell, assemble, build_model, build_phases
-from qupel.run.recipes import Length
+from qupel.run.jobs import Cell, assemble, build_model
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_atomic, write_json
@@ -321,10 +320,7 @@ def check_told(config: Config) -> None:
     """Clients tell a closed list of things, and are told another: what a run needs beyond cannot be had."""
     if config.diagnostics != "off":
         raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
-    length = Length(config.rounds, config.local_steps, 1)
-    for label, method in config.methods.items():
-        if any(row_per_network(phase.method) for phase in build_phases(method, length)):
-            raise UserError(f'methods.{label}: share = "architecture": clients on Flower do not tell their networks')
+    refuse_means_of_networks(config)
     if config.model.start is not None:
         raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
     if config.data.standardize == "shared":

@@ -15,6 +15,7 @@ from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.flower.boundary import HASH, JOB, MOST_METRICS
 from qupel.parts.codecs import codecs
+from qupel.parts.methods.base import row_per_network
 from qupel.parts.phase import Phase
 from qupel.parts.servers.mean import Mean
 from qupel.run.adapt import layout_hash
@@ -84,6 +85,14 @@ class Wanted(Strict):
             metrics=tuple(config.task.asked()),
             judge_by=config.task.judge_by,
         )
+
+
+def refuse_means_of_networks(config: Config) -> None:
+    """Which network a client has is its own affair, so there is nobody to average it with."""
+    length = Length(config.rounds, config.local_steps, 1)
+    for label, method in config.methods.items():
+        if any(row_per_network(phase.method) for phase in build_phases(method, length)):
+            raise UserError(f'methods.{label}: share = "architecture": clients on Flower do not tell their networks')
 
 
 def named_modules(config: Config) -> list[str]:

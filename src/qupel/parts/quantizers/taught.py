@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -12,7 +12,6 @@ from qupel.core.layout import Layout
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, State
 from qupel.parts.quantizers.base import Descent, Quantizer, quantizers
-from qupel.parts.quantizers.prox import Prox
 from qupel.tasks.distill import SelfTaught
 from qupel.tasks.task import Batch, Task
 
@@ -28,7 +27,7 @@ class TaughtQuantizer:
 
     labels_only: ClassVar[bool] = True
 
-    quantizer: Quantizer = Prox()
+    quantizer: Quantizer = field(default_factory=lambda: quantizers["prox"]())
     weight: float = 0.5
     temperature: float = 1.0
 
