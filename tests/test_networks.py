@@ -204,7 +204,7 @@ def test_the_summary_groups_clients_by_network_and_bits(finished):
     [
         (('"digits_cnn"', '"digits"'), r"model\.networks.*unknown model 'digits'"),
         (('{name = "mlp", args', '{named = "mlp", args'), r"model\.networks"),
-        (("networks = []", ""), r"fedavg ties x to w weight by weight, but client 1 has another network"),
+        (("networks = []", ""), r"\w+ ties x to w weight by weight, but client 1 has another network"),
         (('layers = ["3.weight"]', 'layers = ["none"]'), r"no layer.*none"),
         (('recipe = "quped"', 'recipe = "quped"\nlambda_p = 2.0'), r"lambda_p = 2\.0: of quped it is a share"),
     ],

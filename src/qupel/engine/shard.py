@@ -174,7 +174,8 @@ class Shard:
         becomes (k-means takes longer than many steps) is made once a plan."""
         method, plan, problem = self.job.phases[phase].method, self.job.plans[client], self.problem(client)
         name = self.job.network_of(client)
-        if not (before.x is before.w or before.x is self.initials.get(name)) or before.codebook:
+        fresh = before.x is before.w or before.x is self.initials.get(name)
+        if type(before) is not State or not fresh or before.codebook:  # has something of its own
             return method.start(before, plan, problem)
         key = (phase, name, plan.key)
         source, _ = self.starts.get(key, (None, None))

@@ -130,7 +130,7 @@ class Fit:
             about = replace(about, **self.transforms[client].scale)
         if self.networks and self.networks[client]:  # not the shared one, which `about` names
             about = replace(about, **self._facts(client))
-        written = write(path, self.models[client], self.codebooks[client], about, to, rest)
+        written = write(path, bare(self.models[client]), self.codebooks[client], about, to, rest)
         if to == "packed" and "budget" in told and written > told["budget"]:
             raise Failed(f"{self.names[client]}: its file has {written} bytes, over its budget of {allowed}")
         return written
@@ -239,6 +239,9 @@ def collect(job: Job, engine: Engine, finished: Finished, choice: Choice, origin
     codebooks = [d.cpu().codebook for d in deployed]
     whole = copy.deepcopy(Judge(job.module, job.loss).load(finished.w[0], _everybody(job))).cpu()
     about = _about(job, whole, origin.label)
+    if origin.standardize == "auto" and job.standardized:
+        for model in (*models, whole):
+            model.register_forward_pre_hook(Unit(job.transform))
     names, own = list(job.names), [job.network_of(i) for i in range(len(job.parts))] if job.networks else []
     return Fit(models, codebooks, whole, finished.lines, names, choice, about, origin, job.transforms, networks=own)
 
@@ -248,6 +251,25 @@ def _filled(job: Job, models: Sequence[Deployed]) -> list[nn.Module]:
     judges = {name: Judge(module, job.loss) for name, module in job.modules.items()}
     of = [judges[job.network_of(i)] for i in range(len(models))]
     return [copy.deepcopy(of[i].load(m.x, job.calibration(i))).cpu() for i, m in enumerate(models)]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Inputs of a model as its clients have them -> as it was trained on them: a hook before `forward`."""
+
+    transform: Transform
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.transform.apply(inputs[0]), *inputs[1:])
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model as it was trained, for files, which say themselves how inputs are scaled."""
+    if not any(isinstance(hook, Unit) for hook in model._forward_pre_hooks.values()):
+        return model
+    model = copy.deepcopy(model)
+    model._forward_pre_hooks.clear()
+    return model
 
 
 def _everybody(job: Job) -> Iterator[Batch]:
@@ -311,6 +333,9 @@ def adapted_fit(
     about = _about(job, whole, origin.label)
     if origin.model:  # as the run's own files name it
         about = replace(about, **facts(origin.model, dict(origin.args or {})))
+    if origin.standardize == "auto" and job.standardized:
+        for model in (*models, whole):
+            model.register_forward_pre_hook(Unit(job.transform))
     return Fit(
         models,
         [m.codebook for m in done.models],
