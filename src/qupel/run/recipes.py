@@ -226,18 +226,17 @@ def quped(s: Settings, b: Length) -> list[Phase]:
         raise UserError(f"lambda_p = {s.lambda_p}: of quped it is a share, allowed are 0 to 1")
     first, shared, own, last = stages(b.rounds, s.warmup, s.shared_levels, s.finetune)
     eta3, alone, levels = s.x_schedule(b), s.alone_schedule(b), s.center_schedule(b)
-    tie, main = s.tie(b.rounds - first, b), shared + own
+    tie, main, end = s.tie(b.rounds - first, b), shared + own, b.rounds - last
 
     def method(done: int, lambda_p: Schedule, quantizer: Quantizer) -> QuPeD:
         x, w = (f.later(b.epochs(done)) for f in (alone, eta3))
         return QuPeD(x, w, lambda_p, s.reading, s.temperature, optimizer=Adam(), quantizer=quantizer)
 
     early = Schedule(s.lambda_p if s.reading == "distill" else 0.0)
-    late, fixed = tie.later(b.epochs(main)), s.fixed(levels, b, b.rounds - last)
     return [
         Phase(method(0, early, NoQuantizer()), first, s.w_server()),
         Phase(method(first, tie, s.straight(levels, b, first)), main, s.w_server(), s.prior),
-        Phase(method(b.rounds - last, late, fixed), last, s.w_server(), s.prior),
+        Phase(method(end, tie.later(b.epochs(main)), s.fixed(levels, b, end)), last, s.w_server(), s.prior),
     ]
 
 
@@ -381,10 +380,7 @@ _TUNING: dict[str, object] = {"prior": 0.0}  # the usual one; it may be given
 _SHARED: dict[str, object] = {"warmup": 0.5, "lambda_p": 0.2}
 
 _recipe(
-    "qupel",
-    "QuPeL as we run it: shared, quantized while shared, personal; alone where that is better",
-    qupel,
-    _SHARED,
+    "qupel", "QuPeL as we run it: shared, quantized while shared, personal; alone where that is better", qupel, _SHARED
 )
 _recipe("local", "each client alone, straight through (bits = 32: plain training)", local, _ALONE)
 _recipe("qupel-prox", "FedAvg, then QuPeL by proximal steps, then fine-tuning", qupel_prox)
