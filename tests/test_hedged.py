@@ -105,19 +105,20 @@ def test_nothing_of_a_client_that_is_alone_leaves_it():
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5, 10, 30, 150])
 def test_the_stages_of_a_recipe_fill_the_rounds(rounds):
-    found = stages(rounds, 0.5, 0.2, 0.1)
-    assert sum(found) == rounds
-    assert found[2] >= 1
-    assert min(found) >= 0
     for name in ("qupel", "local"):
         recipe = find(name)
-        phases = recipe.phases(Settings(**recipe.defaults), Length(rounds, 10, 5.0))
-        assert sum(p.rounds for p in phases) == rounds
+        for shares in ({}, {"shared_levels": 0.5, "personal": 0.3, "finetune": 0.2}):
+            s = Settings(**recipe.defaults | shares)
+            found = stages(s, rounds)
+            assert sum(found) == rounds
+            assert found[2] >= 1
+            assert min(found) >= 0
+            assert sum(p.rounds for p in recipe.phases(s, Length(rounds, 10, 5.0))) == rounds
 
 
-def test_shares_that_leave_nothing_are_refused():
-    with pytest.raises(UserError, match=r"shares of the rounds 0.5, 0.4, 0.1 leave none to the personal phase"):
-        stages(10, 0.5, 0.4, 0.1)
+def test_shares_of_more_than_all_rounds_are_refused():
+    with pytest.raises(UserError, match="shared_levels, personal and finetune: together at most 1"):
+        stages(Settings(shared_levels=0.5, personal=0.4, finetune=0.2), 10)
 
 
 def test_the_default_is_local_for_those_who_are_alone():

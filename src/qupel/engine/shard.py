@@ -154,18 +154,17 @@ class Shard:
         if not pseudo or job.data.classes is None:
             return NO_PRIOR
         if (client, pseudo) not in self.priors:
-            x, w = (self._output_bias(name) for name in (job.network_of(client), ""))
+            x, w = (self._output_bias(name, client) for name in (job.network_of(client), ""))
             labels = job.data.train.read(job.parts[client].train_rows).targets if x and w else None
             lowered = shift(labels, job.data.classes, pseudo) if isinstance(labels, Tensor) else None
             self.priors[client, pseudo] = NO_PRIOR if lowered is None else Prior(lowered, x, w)
         return self.priors[client, pseudo]
 
-    def _output_bias(self, name: str) -> Slot | None:
-        """The bias of a network's outputs, found with a look at two samples."""
+    def _output_bias(self, name: str, client: int) -> Slot | None:
+        """The bias of a network's outputs, found with a look at two samples of a client."""
         if name not in self.biases:
             job, module = self.job, copy.deepcopy(self._network(name))
-            first = self.mine[0]
-            some = batch(job.data.train, job.parts[first].train_rows[:2], job.transform_of(first))
+            some = batch(job.data.train, job.parts[client].train_rows[:2], job.transform_of(client))
             self.biases[name] = output_bias(module, Layout.of(module), some.inputs, job.data.classes or 0)
         return self.biases[name]
 

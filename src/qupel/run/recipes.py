@@ -33,6 +33,8 @@ from qupel.parts.servers.mean import Mean
 from qupel.util.errors import UserError
 from qupel.util.registry import Registry
 
+LONG = 60  # rounds; in longer runs personal models are not trained longer than in these
+
 
 @dataclass(frozen=True)
 class Length:
@@ -90,8 +92,9 @@ class Settings(BaseModel):
     alone_eta1: float = Field(0.003, gt=0, description="step size of Adam for a model that is trained alone")
     prior: float = Field(0.5, ge=0, description="pseudo-counts of the label prior of personal models; 0: none")
     # phases, as shares of the rounds
-    warmup: float = Field(0.8, ge=0, lt=1, description="full precision first")
-    shared_levels: float = Field(0.2, ge=0, lt=1, description="then quantized while still shared")
+    warmup: float = Field(0.8, ge=0, lt=1, description="full precision first (recipes with prox, and others)")
+    shared_levels: float = Field(0.2, ge=0, lt=1, description="quantized while shared (recipes qupel, local)")
+    personal: float = Field(0.2, ge=0, le=1, description="then personal; of the first 60 rounds where there are more")
     finetune: float = Field(0.1, ge=0, lt=1, description="fixed assignments last")
 
     def x_optimizer(self) -> Optimizer:
@@ -169,24 +172,26 @@ def _tail(s: Settings, b: Length, done: int, rounds: int, tie: Schedule | None, 
     return [Phase(method, rounds)]
 
 
-def stages(rounds: int, *shares: float) -> list[int]:
-    """Rounds of each stage and of the last but one, which has what the shares leave and at least one round.
+def stages(s: Settings, rounds: int) -> tuple[int, int, int, int]:
+    """Rounds of full precision, of levels while shared, of personal models and of fine-tuning: the last three by their
+    shares of the rounds, or of the first 60 where there are more; the first has what is left.
 
-    >>> stages(30, 0.5, 0.2, 0.1), stages(1, 0.5, 0.2, 0.1)
-    ([15, 6, 6, 3], [0, 0, 1, 0])
+    >>> [stages(Settings(), rounds) for rounds in (1, 10, 30, 150)]
+    [(0, 0, 1, 0), (5, 2, 2, 1), (15, 6, 6, 3), (120, 12, 12, 6)]
     """
-    if sum(shares) >= 1:
-        raise UserError(f"shares of the rounds {', '.join(map(str, shares))} leave none to the personal phase")
-    *first, last = (int(share * rounds + 0.5) for share in shares)
-    first = [max(0, min(n, rounds - 1 - sum(first[:k]))) for k, n in enumerate(first)]
-    last = min(last, rounds - 1 - sum(first))
-    return [*first, rounds - sum(first) - last, last]
+    if s.shared_levels + s.personal + s.finetune > 1:
+        raise UserError("shared_levels, personal and finetune: together at most 1, the share of all rounds")
+    shared, own, last = (int(share * min(rounds, LONG) + 0.5) for share in (s.shared_levels, s.personal, s.finetune))
+    own = max(own, 1)
+    last = min(last, rounds - own)
+    shared = min(shared, rounds - own - last)
+    return rounds - shared - own - last, shared, own, last
 
 
 def qupel(s: Settings, b: Length) -> list[Phase]:
     """Shared with server momentum, beside a model of one's own; quantized while shared among those whom that helps;
     then personal, with the pull to w and the client's label prior; then fine-tuning."""
-    first, shared, own, last = stages(b.rounds, s.warmup, s.shared_levels, s.finetune)
+    first, shared, own, last = stages(s, b.rounds)
     eta1, alone, levels = s.x_schedule(b), s.alone_schedule(b), s.center_schedule(b)
 
     def method(stage: Literal["both", "chosen", "own"], done: int, quantizer: Quantizer) -> Hedged:
@@ -204,18 +209,16 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
 
 def local(s: Settings, b: Length) -> list[Phase]:
     """What `qupel` is for those who are alone: Adam at full precision, then straight through, then fine-tuning."""
-    first, shared, own, last = stages(b.rounds, s.warmup, s.shared_levels, s.finetune)
+    first, shared, own, last = stages(s, b.rounds)
     alone, levels = s.alone_schedule(b), s.center_schedule(b)
 
     def phase(done: int, rounds: int, quantizer: Quantizer) -> Phase:
         return Phase(Local(alone.later(b.epochs(done)), Adam(), quantizer), rounds)
 
-    straight = s.straight(levels, b, first)
-    fixed = s.fixed(levels, b, b.rounds - last)
     return [
         phase(0, first, NoQuantizer()),
-        phase(first, shared + own, straight),
-        phase(b.rounds - last, last, fixed),
+        phase(first, shared + own, s.straight(levels, b, first)),
+        phase(b.rounds - last, last, s.fixed(levels, b, b.rounds - last)),
     ]
 
 
@@ -224,15 +227,15 @@ def quped(s: Settings, b: Length) -> list[Phase]:
     nothing but x to learn from, with the tie from the start); then QuPeD, w seen with the label prior."""
     if s.lambda_p > 1:
         raise UserError(f"lambda_p = {s.lambda_p}: of quped it is a share, allowed are 0 to 1")
-    first, shared, own, last = stages(b.rounds, s.warmup, s.shared_levels, s.finetune)
+    first, shared, own, last = stages(s, b.rounds)
     eta3, alone, levels = s.x_schedule(b), s.alone_schedule(b), s.center_schedule(b)
-    tie, main, end = s.tie(b.rounds - first, b), shared + own, b.rounds - last
+    main, end = shared + own, b.rounds - last
+    early, tie = Schedule(s.lambda_p if s.reading == "distill" else 0.0), s.tie(main + last, b)
 
     def method(done: int, lambda_p: Schedule, quantizer: Quantizer) -> QuPeD:
         x, w = (f.later(b.epochs(done)) for f in (alone, eta3))
         return QuPeD(x, w, lambda_p, s.reading, s.temperature, optimizer=Adam(), quantizer=quantizer)
 
-    early = Schedule(s.lambda_p if s.reading == "distill" else 0.0)
     return [
         Phase(method(0, early, NoQuantizer()), first, s.w_server()),
         Phase(method(first, tie, s.straight(levels, b, first)), main, s.w_server(), s.prior),
@@ -374,15 +377,13 @@ _PAPER_TRAINING |= {"lambda_growth": 1e-4, "eta2_drops": (80, 140), "finetune": 
 _PRINTED = _PAPER | {"rule": "paper", "as_printed": True}
 
 _ALONE: dict[str, object] = {"warmup": 0.5}
-_TAUGHT = _ALONE | {"lambda_p": 0.5, "let_go": False}
+_TAUGHT: dict[str, object] = {"lambda_p": 0.5, "let_go": False}
 
 _TUNING: dict[str, object] = {"prior": 0.0}  # the usual one; it may be given
-_SHARED: dict[str, object] = {"warmup": 0.5, "lambda_p": 0.2}
+_SHARED: dict[str, object] = {"lambda_p": 0.2}
 
-_recipe(
-    "qupel", "QuPeL as we run it: shared, quantized while shared, personal; alone where that is better", qupel, _SHARED
-)
-_recipe("local", "each client alone, straight through (bits = 32: plain training)", local, _ALONE)
+_recipe("qupel", "QuPeL as we run it: shared, quantized while shared, personal; alone where better", qupel, _SHARED)
+_recipe("local", "each client alone, straight through (bits = 32: plain training)", local)
 _recipe("qupel-prox", "FedAvg, then QuPeL by proximal steps, then fine-tuning", qupel_prox)
 _recipe("local-prox", "Algorithm 1 at each client alone (bits = 32: plain training)", local_prox, _ALONE)
 _recipe("qupel-corrected", "QuPeL with the paper's settings and corrected signs", qupel_prox, _PAPER, fixed=True)
