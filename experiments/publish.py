@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qupel.paper.reproduce.publish import rewrite
-from qupel.report import figures, later, tables
+from qupel.report import figures, later, networks, tables
 from qupel.report.forms import GAIN, OVER, UNSEEN
 from qupel.report.measure import told_metrics
 from qupel.report.runs import load_run
@@ -52,7 +52,9 @@ def compact(result: tables.Result) -> tables.Result:
     if clients := last.get("clients"):  # none where there are many
         told = ("test", "bits", "bytes", *(["count", *names] if names else []))
         lines[-1]["clients"] = {k: _short(clients[k]) for k in told if k in clients}
-    rest = {k: _short(result[k]) for k in ("files", "unseen") if k in result}
+    rest = {k: _short(result[k]) for k in ("files", "unseen", "networks") if k in result}
+    if "config" in result:
+        rest["config"] = {"model": {"name": result["config"]["model"]["name"]}}
     about = {"label": result["label"], "seed": result["seed"], "seconds": _short(result["seconds"])}
     return {**about, **rest, "lines": lines}
 
@@ -117,6 +119,8 @@ def _table(part: Section) -> str:
     texts = [part["origin"], tables.markdown(head, body).strip(), said, legend, part["note"]]
     if cells and told_metrics(cells):
         texts += [tables.markdown(*tables.metrics_table(cells, part["one_place"])).strip(), f"{OVER}."]
+    if networks.with_networks(cells):
+        texts += [tables.markdown(*networks.table(cells)).strip(), networks.legend(cells)]
     if later.with_late(cells):
         texts += [tables.markdown(*later.table(cells)).strip(), later.legend(cells)]
     if measured := part.get("adaptation"):

@@ -71,7 +71,7 @@ def parse(*overrides, text=BASE, **options):
         ("methods.QuPeL=3", "methods.QuPeL: input should be an object, not 3"),
         (
             "methods.QuPeL.recipe='qupl'",
-            "methods.QuPeL.recipe: unknown recipe 'qupl' (did you mean qupel?); allowed: qupel, ",
+            "methods.QuPeL.recipe: unknown recipe 'qupl' (did you mean qupel or quped?); allowed: qupel, ",
         ),
         ("methods.QuPeL.recipe=[]", "methods.QuPeL.recipe: input should be a valid string"),
         ("methods.QuPeL.eta1=0", "methods.QuPeL.eta1: input should be greater than 0, not 0"),

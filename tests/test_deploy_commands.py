@@ -1,5 +1,6 @@
 """The commands for model files, on a run directory as experiments leave it."""
 
+import re
 import shutil
 import warnings
 
@@ -25,11 +26,13 @@ with warnings.catch_warnings():  # typer imports names that its dependency click
     from typer.testing import CliRunner
 
     from qupel.deploy import commands
+    from qupel.run.plan import plan, quick_score
 
 app = typer.Typer()
-for name in ("export", "inspect", "predict", "plan"):
+for name in ("export", "inspect", "predict"):
     app.command(name)(getattr(commands, name))
 app.command("eval")(commands.evaluate_file)
+app.command("plan")(plan)
 
 
 def call(*words, code=0):
@@ -228,6 +231,28 @@ def test_plan(run):
     assert "neither a model" in call("plan", "nothing", "--budget", "30kB", code=2)
     assert "such as 3x32x32" in call("plan", "mlp", "--input", "big", "--budget", "30kB", code=2)
     assert "size 'x'" in call("plan", "mlp", "--budget", "x", code=2)
+
+
+def test_plan_chooses_a_network_for_each_budget():
+    said = call("plan", "small_cnn", "cnn5", "--budget", "110KiB", "--budget", "30KiB")
+    first, second, config = said.splitlines()
+    assert re.fullmatch(r"110\.0 KiB: small_cnn at 6 bits \(.* KiB\)", first)
+    assert second.startswith("30.0 KiB: small_cnn at 1 bit (")
+    assert 'networks = ["' in config
+    refused = call("plan", "small_cnn", "cnn5", "--budget", "9KiB", code=2)
+    assert "the smallest, small_cnn at 1 bit, takes" in refused
+
+
+def test_plan_measures_what_it_chooses_from():
+    """The one that is better after a quick training comes first, and what its line says is that training's score."""
+    said = call("plan", "mlp", "digits_cnn", "--budget", "80KiB", "--measure", "digits", "--steps", "20")
+    (line, _, config) = said.splitlines()
+    found = re.findall(r"(\w+) at (\d) bits? \([\d.]+ KiB, ([\d.]+) %\)", line)
+    assert len(found) == 2
+    assert [float(score) for *_, score in found] == sorted((float(score) for *_, score in found), reverse=True)
+    name, bits, score = found[0]
+    assert round(100 * quick_score(name, int(bits), "digits", 20), 1) == float(score)
+    assert f'networks = ["{name}"]' in config
 
 
 def test_foreign_onnx(tmp_path):

@@ -347,8 +347,27 @@ def test_a_supernode_is_killed_within_a_round(make, tmp_path):
 @pytest.mark.parametrize("victim", ["superlink", "serverapp"])
 def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
     """Killed within a round with all it has started, resumed: the undisturbed run's bits; no step counts twice."""
-    text = long(2, 5)
-    federation, config = make(2, text)
+    killed_and_resumed(make, tmp_path, long(2, 5), 2, victim)
+
+
+@pytest.mark.slow
+def test_three_machines_with_three_networks_are_killed_and_resumed(make, tmp_path):
+    """QuPeD: each machine builds its own network, which its own client.toml names; the server knows w's alone."""
+    text = long(3, 5).split("[methods")[0] + '[methods.QuPeD]\nrecipe = "quped"\nwarmup = 0.4\nfinetune = 0.2\n'
+    own = 'networks = ["mlp", "digits_cnn", {name = "mlp", args = {hidden = [20, 12]}}]\n'
+    federation, files = killed_and_resumed(
+        make, tmp_path, text.replace('name = "mlp"\n', f'name = "mlp"\n{own}'), 3, "superlink"
+    )
+    assert len(set(map(len, files))) == 3
+    told = [(federation.client(i) / "client.toml").read_text() for i in range(3)]
+    assert ['network = "mlp"' in told[0], 'network = "digits_cnn"' in told[1], '"hidden"' in told[2]] == [True] * 3
+    tasks = json.loads((federation.folder / "runs" / "r" / "request.json").read_text())
+    assert tasks["label"] == "QuPeD"
+
+
+def killed_and_resumed(make, tmp_path, text, count, victim):
+    """(the federation, the clients' files) after a server that died in its third round."""
+    federation, config = make(count, text)
     target = federation.folder / "runs" / "r"
     with begun(federation, config, "--name", "r") as process:
         until(lambda: in_round(target, federation, 0, 2), process=process)
@@ -361,15 +380,16 @@ def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
         _, err = process.communicate(timeout=600)
     assert process.returncode == 1, err
     assert "--resume" in err
-    up(federation, 2)
+    up(federation, count)
     done = qupel("run", federation.folder, config, "--name", "r", "--resume")
     assert "round 5/5" in done.stdout
     w, files, rows, _ = local(text, tmp_path / "local")
     assert torch.equal(bench.final_w(target), w)
     assert exported(federation, job_of(federation, "r")) == files
-    for i in range(2):
+    for i in range(count):
         state = federation.client(i) / "state" / job_of(federation, "r") / "round-000004" / "rows.bin"
         assert state.read_bytes() == rows[i]
+    return federation, files
 
 
 def descendants(pid):

@@ -21,6 +21,20 @@ def test_sizes_of_the_paper(make, parameters, layers):
     assert module(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "parameters", "layers"),
+    [("mobilenet", (3, 32, 32), 37_162, 10), ("mobilenet1d", (8, 52), 19_034, 6), ("tcn", (8, 52), 10_442, 3)],
+)
+def test_small_networks_of_other_kinds(name, shape, parameters, layers):
+    module = models.build(name, shape, 10, 0)
+    layout = Layout.of(module)
+    assert layout.size == parameters
+    assert len(layout.default_layers()) == layers
+    assert module(torch.randn(2, *shape)).shape == (2, 10)
+    depthwise = [m for m in module.modules() if getattr(m, "groups", 1) > 1]
+    assert bool(depthwise) == name.startswith("mobilenet")
+
+
 def test_cnn5_quantizes_its_middle_three_weights():
     layout = Layout.of(models.cnn5())
     assert sum(layout[name].size for name in layout.default_layers()) == 790_528
@@ -66,7 +80,7 @@ def test_build_is_seeded_and_local(name):
 @pytest.mark.parametrize(
     ("name", "shape", "says"),
     [
-        ("alexnet", (3, 32, 32), "unknown network 'alexnet'; allowed: mlp, "),
+        ("alexnet", (3, 32, 32), "unknown network 'alexnet'.*; allowed: mlp, "),
         ("cnn5", (1, 28, 28), "takes 32x32 images"),
         ("small_cnn", (1, 8, 8), "28x28 or 32x32"),
         ("digits_cnn", (64,), r"inputs of shape \(64,\)"),

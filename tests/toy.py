@@ -56,22 +56,46 @@ def wavy(v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Toy:
-    """The task of a function f (..., d) -> (...) that looks at no data; its outputs are the vector."""
+    """The task of a function f (..., d) -> (...) that looks at no data; its outputs are the vector (..., 1, d)."""
 
     f: Callable[[Tensor], Tensor] = quadratic
     layout: Layout = LAYOUT
 
+    def loss(self, outputs, targets, *more) -> Tensor:
+        return self.f(outputs[..., 0, :])
+
     def gradient(self, x, batch, slots=None, *, loss=None, given=()) -> Evaluated:
-        v = x.detach().clone().requires_grad_()
-        values = self.f(v)
-        (g,) = torch.autograd.grad(values.sum(), v)
-        return Evaluated(g, values.item() if x.ndim == 1 else values.detach(), v.detach())
+        return self.forward(x, batch).gradient(batch, slots, loss=loss, given=given)
+
+    def forward(self, x, inputs) -> "ToyPass":
+        return ToyPass(self, x.detach().clone().requires_grad_())
 
     def outputs(self, x, inputs) -> Tensor:
-        return x
+        return x.unsqueeze(-2)
 
     def value(self, x, batch):
-        return self.gradient(x, batch).loss
+        return self.loss_of(self.outputs(x, batch), batch)
+
+    def loss_of(self, outputs, batch):
+        values = self.loss(outputs, None)
+        return values.item() if values.ndim == 0 else values
+
+
+@dataclass(frozen=True, eq=False)
+class ToyPass:
+    task: Toy
+    v: Tensor
+
+    @property
+    def outputs(self) -> Tensor:
+        return self.v.detach().unsqueeze(-2)
+
+    def gradient(self, batch, slots=None, *, loss=None, given=()) -> Evaluated:
+        loss, said = loss or self.task.loss, self.v.unsqueeze(-2)
+        each = torch.func.vmap(lambda z, *more: loss(z, None, *more)) if self.v.ndim == 2 and given else None
+        values = each(said, *given) if each else loss(said, None, *given)
+        (g,) = torch.autograd.grad(values.sum(), self.v)
+        return Evaluated(g, values.item() if self.v.ndim == 1 else values.detach(), self.outputs)
 
 
 def problem(f: Callable[[Tensor], Tensor] = quadratic, layout: Layout = LAYOUT) -> Problem:
@@ -178,7 +202,7 @@ def exact_center(mu, xs, kappa):
 
 def every(registry: Registry) -> list[Any]:
     """One of each registered part, with its defaults where it has them."""
-    return [next(iter(examples(entry.part))) for entry in registry.all().values()]
+    return [_first(entry.part) for entry in registry.all().values()]
 
 
 def cover(firsts: Sequence[T], seconds: Sequence[U]) -> list[tuple[T, U]]:
@@ -195,10 +219,16 @@ def name(part: Any) -> str:
 @cache
 def examples(cls: type) -> tuple[Any, ...]:
     """Instances of a dataclass: its defaults, then each of its fields at other values of the field's type."""
+    first = _first(cls)
+    return first, *_variants(first, get_type_hints(cls))
+
+
+@cache
+def _first(cls: type) -> Any:
+    """With its defaults where it has them."""
     hints = get_type_hints(cls)
     needed = [f for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
-    first = cls(**{f.name: next(_values(hints[f.name])) for f in needed})
-    return first, *_variants(first, hints)
+    return cls(**{f.name: next(_values(hints[f.name])) for f in needed})
 
 
 def _variants(first: Any, hints: dict[str, Any]) -> Iterator[Any]:

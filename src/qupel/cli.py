@@ -22,6 +22,7 @@ from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
 from qupel.run import lists
 from qupel.run.commands import adapt, compare, leaderboard
+from qupel.run.plan import plan
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
     Watcher,
@@ -315,7 +316,7 @@ for _command, _name in (
     (deploy.inspect, "inspect"),
     (deploy.predict, "predict"),
     (deploy.evaluate_file, "eval"),
-    (deploy.plan, "plan"),
+    (plan, "plan"),
     (theory, "theory"),
 ):
     app.command(_name)(_command)

@@ -155,6 +155,30 @@ class Planner:
         return (self.errors[name][b] - self.errors[name][wider]) / max(1, cost)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A network that fits into a budget, at its widest uniform bits."""
+
+    network: str
+    bits: int
+    bytes: int
+
+
+def choices(planners: Mapping[str, Planner], budget: int) -> list[Choice]:
+    """Of several networks those that fit, each at its widest uniform bits: who uses most of the budget first. An error
+    that names the smallest size where none fits."""
+    found = []
+    for name, planner in planners.items():
+        widths = [b for b in WIDTHS if planner.bytes(b) <= budget]
+        if widths:
+            found.append(Choice(name, max(widths), planner.bytes(max(widths))))
+    if not found:
+        least = min(planners, key=lambda name: planners[name].bytes(1))
+        size = planners[least].bytes(1)
+        raise UserError(f"a budget of {budget:,} bytes: the smallest, {least} at 1 bit, takes {size:,}; raise it")
+    return sorted(found, key=lambda choice: -choice.bytes)
+
+
 def _next(bits: int) -> int:
     return WIDTHS[WIDTHS.index(bits) + 1]
 

@@ -1,4 +1,4 @@
-"""Commands for model files: export, inspect, predict, eval, plan. `cli.py` registers them."""
+"""Commands for model files: export, inspect, predict, eval. `cli.py` registers them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from qupel.util.errors import UserError
 from qupel.util.terminal import out, plain, shown
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from qupel.deploy.about import About
-    from qupel.deploy.budget import BudgetPlan
     from qupel.deploy.own import Allowed
     from qupel.deploy.packed import Packed
 
@@ -29,7 +26,7 @@ _FORMATS = "packed, onnx, coreml, or module:function of your own"
 _ROWS = 200  # layers that are shown
 
 
-def _allowed(model: str | None, changed: bool) -> Allowed:
+def allowed_model(model: str | None, changed: bool) -> Allowed:
     """Which code a file may name: what the user says."""
     from qupel.deploy import own
 
@@ -54,7 +51,7 @@ def _allowed_by(run: Path, name: str, changed: bool) -> Allowed:
     return own.Allowed(name, loose=True, changed=changed) if name in named else own.NOTHING
 
 
-def _kib(size: int) -> str:
+def kib(size: int) -> str:
     return f"{size / 1024:,.1f} KiB"
 
 
@@ -89,13 +86,13 @@ def export(
     for source in _sources(run, cell, client, all, "unseen" if unseen else "client"):
         packed = load(source)
         target = folder / (source.name.removesuffix(".safetensors") + ending)
-        allowed = _allowed(model, changed) if model else _allowed_by(run, packed.about.model, changed)
+        allowed = allowed_model(model, changed) if model else _allowed_by(run, packed.about.model, changed)
         size = _write(packed, target, to, rest, zstd, allowed)
         share = size / _dense_bytes(packed)
         budget = packed.about.extra.get("budget")  # travels in the file, where the client had one
         told = ""
         if isinstance(budget, int) and 0 < budget < 2**63:
-            told = f"{size / budget:.0%} of {_kib(budget)}"
+            told = f"{size / budget:.0%} of {kib(budget)}"
             over += [target.name] if size > budget else []
         who = packed.about.client or source.stem
         table.add_row(shown(who), shown(target.name), f"{size:,}", f"{share:.1%}", told)
@@ -184,10 +181,10 @@ def inspect(
         out.print(f"{shown(row.name)}: {text}", highlight=False)
     dense = _dense_bytes(packed)
     more = 100 * (size / max(1, packed.floor) - 1)
-    out.print(f"{size:,} bytes ({_kib(size)}), {dense / size:.1f} times smaller than fp32", highlight=False)
+    out.print(f"{size:,} bytes ({kib(size)}), {dense / size:.1f} times smaller than fp32", highlight=False)
     what = "codes, centers, scales and rest" if packed.channels else "codes, centers and rest"
     out.print(f"{more:+.1f} % against {what} alone", highlight=False)
-    out.print(shown(f"quantized: {look.coverage(packed, _allowed(model, changed))}", 2000), highlight=False)
+    out.print(shown(f"quantized: {look.coverage(packed, allowed_model(model, changed))}", 2000), highlight=False)
     _tell(packed.about)
     if picture is not None:
         look.picture(packed, picture)
@@ -216,7 +213,7 @@ def predict(
     """Print what the model sees in images or rows of numbers; of a model without classes its outputs."""
     from qupel.deploy.predict import open_model, probabilities, read_inputs
 
-    model = open_model(file, keep_packed=keep_packed, trust=trust, allowed=_allowed(own, changed))
+    model = open_model(file, keep_packed=keep_packed, trust=trust, allowed=allowed_model(own, changed))
     names, values = read_inputs(inputs, model)
     labels, classes = model.about.labels, bool(model.about.classes)
     for start in range(0, len(names), 256):
@@ -260,7 +257,7 @@ def evaluate_file(
     if judged.test.labels is None:
         raise UserError(f"{name} has no class labels to compare with")
     torch.set_num_threads(1)  # so that latencies mean the same everywhere
-    allowed = _allowed(own, changed)
+    allowed = allowed_model(own, changed)
     model = open_model(file, keep_packed=keep_packed, threads=1, trust=trust, allowed=allowed)
     if model.about.input_shape != judged.shape:
         raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {judged.shape}")
@@ -270,7 +267,7 @@ def evaluate_file(
     table = Table(show_header=False)
     table.add_row("accuracy", f"{100 * right:.2f} % of {len(inputs):,} test samples of {shown(name)}")
     table.add_row("latency", f"{1000 * one:.3g} ms for 1 input, {1000 * many:.3g} ms for 64 (medians, one thread)")
-    table.add_row("size", f"{model.bytes:,} bytes ({_kib(model.bytes)}), {model.kind}")
+    table.add_row("size", f"{model.bytes:,} bytes ({kib(model.bytes)}), {model.kind}")
     grown = (most - before) / 2**20
     table.add_row("peak memory", f"{most / 2**20:,.0f} MiB of its process, {grown:,.1f} MiB of it for this model")
     out.print(table)
@@ -279,79 +276,3 @@ def evaluate_file(
 
 
 # --- plan ---
-
-
-def plan(
-    model: Annotated[
-        str, typer.Argument(help="name of a model, my_module:Name, or a packed file (its weights tell more)")
-    ],
-    budget: Annotated[list[str], typer.Option("--budget", help="bytes of a device: 96KiB; may be repeated")],
-    shape: Annotated[str | None, typer.Option("--input", help="shape of an input, such as 3x32x32")] = None,
-    classes: Annotated[int, typer.Option(min=1)] = 10,
-    all_layers: Annotated[bool, typer.Option("--all-layers", help="also quantize the first and the last")] = False,
-    rest: Annotated[Literal["fp32", "fp16"], typer.Option(help="layers that are not quantized")] = "fp32",
-    levels: Annotated[Literal["layer", "channel"], typer.Option(help="channel: levels scaled by channel")] = "layer",
-    own: Own = None,
-    changed: Changed = False,
-) -> None:
-    """Which bits fit each device, uniform and layer by layer, counting everything that is in the file."""
-    from qupel.core.layout import Coverage, Layout
-    from qupel.deploy.budget import WIDTHS, Planner, parse_size
-
-    budgets = [parse_size(text) for text in budget]
-    module, about = _planned(model, shape, classes, _allowed(own, changed))
-    layers = Layout.of(module).weights if all_layers else None
-    planner = Planner(module, layers=layers, about=about, rest=rest, channels=levels == "channel")
-    table = Table("bits", *map(str, WIDTHS), title=f"{shown(model)}: file at most", title_justify="left")
-    sizes = [planner.bytes(b) / 1024 for b in WIDTHS]
-    table.add_row("KiB", *[f"{size:.1f}" if size < 100 else f"{size:.0f}" for size in sizes])
-    out.print(table)
-    covered = Coverage.of(planner.layout, planner.layers)
-    out.print(shown(f"to be quantized: {covered}", 2000), highlight=False)
-    refused = []
-    for size in budgets:
-        try:
-            _show_plan(planner.fit(size))
-        except UserError as error:
-            refused.append(error)
-            if len(budgets) > 1:
-                out.print(f"\n{shown(error, 2000)}", style="red", highlight=False)
-    if len(refused) == len(budgets):
-        raise refused[0]
-
-
-def _show_plan(found: BudgetPlan) -> None:
-    uniform = f"{found.uniform}-bit layers" if found.uniform <= 8 else "full precision"
-    size = _kib(found.uniform_bytes)
-    out.print(f"\n[bold]{_kib(found.budget)}[/bold]: {uniform}, {size}; or layer by layer, {_kib(found.bytes)},")
-    errors = f"{found.error:.2g} instead of {found.uniform_error:.2g}"
-    out.print(f"with an error of the weights of {errors}:", highlight=False)
-    by_bits: dict[int, list[str]] = {}
-    for name, bits in found.bits.items():
-        by_bits.setdefault(bits, []).append(name.removesuffix(".weight"))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(justify="right")
-    for bits, names in sorted(by_bits.items()):
-        grid.add_row(f"  {bits}-bit", shown(", ".join(names), 20_000))
-    out.print(grid, highlight=False)
-
-
-_USUAL = {"digits_cnn": (1, 8, 8), "mlp": (1, 28, 28), "cnn1d": (8, 52), "lstm": (80,), "transformer": (80,)}
-
-
-def _planned(model: str, shape: str | None, classes: int, allowed: Allowed) -> tuple[nn.Module, About | None]:
-    from qupel.deploy.file import load
-    from qupel.deploy.own import modules_here
-    from qupel.tasks import zoo
-
-    if model not in zoo.networks and (":" not in model or Path(model).is_file()):
-        if not Path(model).is_file():
-            raise UserError(f"{model!r} is neither a model ({', '.join(zoo.networks)}, or module:Name) nor a file")
-        packed = load(model)
-        return packed.model(allowed), packed.about
-    modules_here()
-    try:
-        dims = tuple(int(v) for v in shape.split("x")) if shape else _USUAL.get(model, (3, 32, 32))
-    except ValueError:
-        raise UserError(f"--input {shape!r}: such as 3x32x32") from None
-    return zoo.build(model, dims, classes, seed=0), None

@@ -93,20 +93,26 @@ def _disagreement(job: Job) -> str | None:
     clients = job.cohort(0)[:2]
     size = min(job.batch, *(len(job.parts[i].train_rows) for i in clients))
     rows = [one.rows_of(i, 0)[0, :size] for i in clients]  # (b,) each
-    x = one.initial  # (d,)
     batches = many.batches(clients, 0, np.stack(rows))
+    names = dict.fromkeys(["", *(job.network_of(i) for i in range(len(job.parts)))])
+    return next((why for name in names if (why := _network_disagreement(one, many, name, batches))), None)
+
+
+def _network_disagreement(one: Shard, many: StackedShard, name: str, batches: Batch) -> str | None:
+    """batches: of some clients, (k, b, ...)."""
+    x = one.start_of(name)  # (d,)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "There is a performance drop")  # vmap would loop over the clients itself
-            found = many.stack_task("").gradient(x, batches).gradient  # (2, d)
+            found = many.stack_task(name).gradient(x, batches).gradient  # (2, d)
     except Exception as e:  # whatever a user's module raises under vmap
         said = str(e)
         if "random operation" in said:
             return "the model or the loss draws random numbers, as dropout does"
         return f"the model or the loss does not work in a stack: {said.split('. ')[0] or repr(e)}"
-    for i in range(len(clients)):
+    for i in range(len(found)):
         own = Batch(*over(lambda leaf, i=i: leaf[i], tuple(batches)))
-        expected = one.problem(clients[i]).shared.gradient(x, own).gradient
+        expected = one.task("own", name).gradient(x, own).gradient
         if not float((found[i] - expected).abs().max()) <= 1e-3 * float(expected.abs().max()):
             return "the model or the loss gives other gradients in a stack than one by one"
     return None

@@ -18,7 +18,7 @@ from qupel.data.partition import Part
 from qupel.data.samples import Arrays, Samples
 from qupel.data.sources import kind_in_words
 from qupel.engine.job import Job
-from qupel.parts.methods.base import any_network, methods
+from qupel.parts.methods.base import any_network, labels_only, methods
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH, Judge, value
 from qupel.tasks.task import Diverged, ModuleTask, Tree, call
 from qupel.tasks.trees import leaves
@@ -29,19 +29,20 @@ def check_trainable(job: Job) -> None:
     """Unknown layers, networks that a method cannot tie together, a model or a loss that does not take the data."""
     _check_networks(job)
     names = dict.fromkeys(job.network_of(i) for i in range(len(job.parts)))
-    layouts = {name: _check_network(job, network(job, name)) for name in names}
+    layouts = {name: _check_network(job, job.modules[name]) for name in ("", *names)}
     for client, plan in enumerate(job.plans):
         for name in plan:
             layouts[job.network_of(client)][name]
     _check_metrics(job)
 
 
-def network(job: Job, name: str) -> nn.Module:
-    return job.networks[name] if name else job.module
-
-
 def _check_networks(job: Job) -> None:
     strangers = [i for i in range(len(job.parts)) if job.network_of(i)]
+    for phase in job.phases:
+        if labels_only(phase.method) and job.data.classes is None:
+            part = phase.method if getattr(phase.method, "labels_only", False) else phase.method.quantizer  # type: ignore[attr-defined]
+            what = f"{type(part).__name__} learns from class probabilities"
+            raise UserError(f"{what}, and this data ({job.data.name}) has no class labels")
     for phase in job.phases if strangers else ():
         if not any_network(phase.method):
             why = f"{methods.name_of(phase.method)} ties x to w weight by weight"
@@ -59,7 +60,7 @@ def _check_metrics(job: Job) -> None:
     rows = generator(job.seed, "try metrics").permutation(job.parts[tested].test_rows)[:CALIBRATION_SAMPLES]
     part = replace(job.parts[tested], test_rows=np.sort(rows))
     some = chunks(part.test(job.data), EVALUATION_BATCH, job.transform_of(tested))
-    module = network(job, job.network_of(tested))
+    module = job.modules[job.network_of(tested)]
     score = Judge(module, job.loss, job.metrics).score(Layout.of(module).flatten(module), [], some, job.name(tested))
     value(score, job.judge_by)
 

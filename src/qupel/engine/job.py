@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qupel.core.codebook import Plan
+from qupel.core.layout import Layout
 from qupel.core.schedule import Clock
 from qupel.data.batches import Transform, chunks, generator
 from qupel.data.partition import Part
@@ -20,6 +21,7 @@ from qupel.data.scale import scale_of, unit_of
 from qupel.data.sources import Dataset, kind_in_words
 from qupel.parts.base import State
 from qupel.parts.methods import Method
+from qupel.parts.methods.base import row_per_network
 from qupel.parts.phase import Phase
 from qupel.tasks.judge import CALIBRATION_SAMPLES, EVALUATION_BATCH
 from qupel.tasks.metrics import Metric
@@ -140,12 +142,37 @@ class Job:
         kind = self.data.train.kinds[0]
         return bool(self.transforms or self.data.mean) and isinstance(kind, tuple) and kind[0] == torch.float32
 
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """All networks by name, the shared one's is ""."""
+        return {"": self.module, **self.networks}
+
     def network_of(self, client: int) -> str:
         return self.network[client] if self.network else ""
 
     def rows_of(self, phase: int) -> int:
-        """How many rows travel in the rounds of a phase."""
+        """How many rows the server has in the rounds of a phase."""
+        places = self.places(phase)
+        if places:
+            return max(place.stop for place in places.values())
         return len(self.phases[phase].method.broadcast(torch.zeros(2)))
+
+    def places(self, phase: int) -> dict[str, slice]:
+        """By network, its own rows among the server's, where the method has means of networks: x (d_i,) as rows of w's
+        size, the last one filled up with zeros."""
+        method = self.phases[phase].method
+        if not row_per_network(method):
+            return {}
+        at, found = len(method.broadcast(torch.zeros(2))), {}
+        for name, size in self._sizes.items():
+            found[name] = slice(at, at + -(-size // self._sizes[""]))
+            at = found[name].stop
+        return found
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Parameters of each network."""
+        return {name: Layout.of(module).size for name, module in self.modules.items()}
 
     def name(self, client: int) -> str:
         return self.names[client] if self.names else f"client {client}"

@@ -19,7 +19,7 @@ from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.guard import Guard
 from qupel.engine.job import Job
 from qupel.engine.shard import Judged, Trained
-from qupel.parts.base import Deployed, Rows, vector
+from qupel.parts.base import Deployed, Rows, Upload, vector
 from qupel.parts.methods.base import methods, models_of, quantizer_of
 from qupel.parts.phase import Phase
 from qupel.parts.servers import ServerState, add
@@ -123,7 +123,7 @@ def run(
     for round in range(start, job.rounds):
         phase, within = job.locate(round)
         if within == 0:
-            model = enter(job.phases[phase], model.w)
+            model = enter(job.phases[phase], model.w, job.rows_of(phase))
         model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints)
         drawn.update(job.cohort(round))
         if back:
@@ -176,9 +176,13 @@ class Shared:
         return Shared(tuple(row.to(device) for row in self.w), tuple(t.to(device) for t in self.memory))
 
 
-def enter(phase: Phase, w: Rows) -> Shared:
-    """The server at the first round of a phase, with the model of the one before it."""
+def enter(phase: Phase, w: Rows, count: int = 0) -> Shared:
+    """The server at the first round of a phase, with the model of the one before it. count: its rows, where it has more
+    than the method's: means of networks, of which the phase before may have left some."""
     rows = phase.method.broadcast(w[0])
+    if count > len(rows):
+        blank = [torch.zeros_like(w[0]) for _ in range(count - len(rows))]
+        rows = (*rows, *(w[len(rows) :] if len(w) == count else blank))
     return Shared(rows, phase.server.start(rows[: models_of(phase.method, len(rows))]))
 
 
@@ -212,7 +216,8 @@ def guarded_round(
     if good and job.locate(good.rounds - 1)[0] == phase:
         back_to = Shared(good.w, good.memory).to(model.w[0].device)
     else:  # of another phase, or none: the server begins this one again
-        back_to = enter(job.phases[phase], good.w if good else (layout.flatten(job.module),)).to(model.w[0].device)
+        first = good.w if good else (layout.flatten(job.module),)
+        back_to = enter(job.phases[phase], first, job.rows_of(phase)).to(model.w[0].device)
     guard.known.returned = good.rounds if good else 0
     until = guard.send_to_rest(suspects)
     where = f"as after round {good.rounds}" if good else "as at the start"
@@ -237,11 +242,12 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
     size, so_far, beside = 0, None, None
+    apart = bool(job.places(job.locate(round)[0]))  # means of networks: a client sends its own network's rows
     for d in map(guard.screen, engine.train(round, sent, guard.present(job.cohort(round)))):
         done.append(replace(d, upload=None))
         if d.upload is None:
             continue
-        size = max(size, 4 * len(start) if d.wire is None else d.wire)
+        size = max(size, 4 * own_numbers(d.upload, apart) if d.wire is None else d.wire)
         share = job.share(d.client) if d.share is None else d.share
         if job.diagnostics is not None:
             moved.append((share, job.diagnostics.apart(vector(d.upload.rows), start)))
@@ -262,6 +268,12 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
         refused.append(f"the new w of round {round + 1}, the old one stays: {fault}")
         new = model
     return new, means(d.info for d in done if not d.fault), refused, size, (moved, start, vector(new.w))
+
+
+def own_numbers(upload: Upload, apart: bool) -> int:
+    """How many numbers a client sends. apart: rows without a share are not its own, and do not travel."""
+    own = upload.shares.tolist() if apart and upload.shares is not None else [1.0] * len(upload.rows)
+    return sum(len(row) for row, share in zip(upload.rows, own, strict=True) if share)
 
 
 def means(told: Iterable[Mapping[str, float]]) -> dict[str, float]:

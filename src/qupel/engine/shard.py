@@ -68,15 +68,15 @@ class Shard:
         self.job = job
         self.mine = tuple(mine)
         self.shown = shown_clients(job.plans)
-        self.tasks: dict[str, Task] = {}  # by the name of a network, made when a client needs it
+        self.tasks: dict[tuple[str, str], Task] = {}  # by role and network, made when a client needs it
         self.judges: dict[str, Judge] = {}
         self.initials: dict[str, Tensor] = {}
-        self.initial = self._initial("")
+        self.initial = self.start_of("")
         self.layout = Layout.of(job.module)
         self.starts: dict[Any, tuple[Tensor, State]] = {}  # phase and plan -> a model, what `_start` made of it
         self.priors: dict[tuple[int, float], Prior] = {}
         self.biases: dict[str, Slot | None] = {}
-        layouts = {name: Layout.of(module) for name, module in job.networks.items()} | {"": self.layout}
+        layouts = {name: Layout.of(module) for name, module in job.modules.items()}
         self.forms = Forms(
             layout=lambda client: layouts[job.network_of(client)],
             state=lambda phase: state_of(job.phases[phase].method),
@@ -84,14 +84,14 @@ class Shard:
         self.store: Store = DiskStore(self.forms, scratch) if store == "disk" else MemoryStore(self.forms)
 
     def _network(self, name: str) -> nn.Module:
-        return self.job.networks[name] if name else self.job.module
+        return self.job.modules[name]
 
-    def _task(self, name: str) -> Task:
-        if name not in self.tasks:
-            self.tasks[name] = ModuleTask(self._network(name), self.job.loss)
-        return self.tasks[name]
+    def task(self, role: str, name: str) -> Task:
+        if (role, name) not in self.tasks:
+            self.tasks[role, name] = ModuleTask(self._network(name), self.job.loss)
+        return self.tasks[role, name]
 
-    def _initial(self, name: str) -> Tensor:
+    def start_of(self, name: str) -> Tensor:
         if name not in self.initials:
             module = self._network(name)
             self.initials[name] = Layout.of(module).flatten(module)
@@ -99,7 +99,7 @@ class Shard:
 
     def problem(self, client: int) -> Problem:
         """What a client optimizes: its own network and the shared one."""
-        return Problem(self._task(self.job.network_of(client)), self._task(""))
+        return Problem(self.task("own", self.job.network_of(client)), self.task("shared", ""))
 
     def judge_of(self, client: int) -> Judge:
         name = self.job.network_of(client)
@@ -112,7 +112,7 @@ class Shard:
         job = self.job
         found = self.store.get(client, w[0])
         name = job.network_of(client)
-        newcomer = State(self._initial(name) if name else w[0], w[0])  # the server's newest model is where it starts
+        newcomer = State(self.start_of(name) if name else w[0], w[0])  # the server's newest model is where it starts
         at, state = found if found else (-1, newcomer)
         for k in range(max(at, 0), phase + 1):
             method, prior = job.phases[k].method, self.prior(client, k)
@@ -120,8 +120,33 @@ class Shard:
                 before = self.prior(client, k - 1) if k else NO_PRIOR
                 state = self._start(k, prior.entered(before, state), client)
             rows = w if k == phase else method.broadcast(w[0])
+            rows = self._its_rows(client, k, rows)
             state = method.receive(state, prior.seen(rows, models_of(method, len(rows))))
         return state
+
+    def _its_rows(self, client: int, phase: int, rows: Rows) -> Rows:
+        """Of the server's rows those that concern a client: of means of networks its own network's (d_i,)."""
+        places, name = self.job.places(phase), self.job.network_of(client)
+        if not places:
+            return rows
+        own, first = places[name], min(place.start for place in places.values())
+        mean = torch.cat(rows[own])[: self.forms.layout(client).size] if len(rows) >= own.stop else None
+        return rows[:first] if mean is None else (*rows[:first], mean)
+
+    def sent(self, client: int, phase: int, upload: Upload | None, w: Rows) -> Upload | None:
+        """What leaves a client, as rows of the server's: without what its prior added, and with x, where it goes with
+        its network's mean, in the place of that. Rows that are not its own have a share of 0."""
+        method, places = self.job.phases[phase].method, self.job.places(phase)
+        upload = self.prior(client, phase).sent(upload, models_of(method, len(w)))
+        if upload is None or not places:
+            return upload
+        own, first = places[self.job.network_of(client)], len(upload.rows) - 1
+        x = upload.rows[-1]
+        room = (own.stop - own.start) * len(w[0])
+        packed = torch.cat([x, x.new_zeros(room - len(x))]).split(len(w[0]))
+        shares = x.new_zeros(len(w))
+        shares[:first] = shares[own] = 1
+        return Upload((*upload.rows[:first], *w[first : own.start], *packed, *w[own.stop :]), shares)
 
     def prior(self, client: int, phase: int) -> Prior:
         """How a client sees shared models in a phase."""
@@ -147,9 +172,11 @@ class Shard:
         """The method's `start`. Many clients come with one and the same model, from FedAvg or from nowhere: what it
         becomes (k-means takes longer than many steps) is made once a plan."""
         method, plan, problem = self.job.phases[phase].method, self.job.plans[client], self.problem(client)
-        if type(before) is not State or before.x is not before.w or before.codebook:  # has something of its own
+        name = self.job.network_of(client)
+        fresh = before.x is before.w or before.x is self.initials.get(name)
+        if type(before) is not State or not fresh or before.codebook:  # has something of its own
             return method.start(before, plan, problem)
-        key = (phase, self.job.network_of(client), plan.key)
+        key = (phase, name, plan.key)
         source, _ = self.starts.get(key, (None, None))
         if source is not before.x:
             self.starts[key] = before.x, method.start(before, plan, problem)
@@ -171,7 +198,7 @@ class Shard:
                         batch = self.batch(client, round * job.local_steps + local, picked[local])
                         state, info = method.step(state, problem, batch, job.clock(round, local))
                         told.add(info)
-                    upload = self.prior(client, phase).sent(method.upload(state), models_of(method, len(w)))
+                    upload = self.sent(client, phase, method.upload(state), w)
                 fault = screen(upload, w) or sound(state)
                 fault = f"round {round + 1}: {fault}" if fault else None
             except Exception as e:

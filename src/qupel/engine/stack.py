@@ -19,7 +19,7 @@ from qupel.engine.job import Job
 from qupel.engine.shard import Shard, Trained, all_finite, named, screen, sound
 from qupel.engine.store import flatten
 from qupel.parts.base import Rows, State, Upload, combined
-from qupel.parts.methods.base import keeps_state, models_of
+from qupel.parts.methods.base import keeps_state
 from qupel.tasks.stack import StackTask
 from qupel.tasks.task import Batch, Problem
 from qupel.tasks.trees import over
@@ -105,7 +105,7 @@ class StackedShard(Shard):
         keeps = keeps_state(method)
         for row, client in enumerate(clients):
             upload, fault = _one_upload(sent, rows_sent, row), faults.get(row)
-            upload = self.prior(client, phase).sent(upload, models_of(method, len(w)))
+            upload = self.sent(client, phase, upload, w)
             if fault is None and not clean:
                 fault = screen(upload, w) or sound(one_of(state, row))
                 fault = f"round {round + 1}: {fault}" if fault else None

@@ -226,7 +226,8 @@ def _room_in_shared_memory(job: Job, bytes: int) -> Iterator[None]:
     """What is sent to workers lives in shared memory, the data too: say so where it is too small, before the system
     ends the first process that touches a page that is not there."""
     tensors = [t for samples in (job.data.train, job.data.test) for t in held(samples) if not t.is_shared()]
-    bytes += sum(t.numel() * t.element_size() for t in (*tensors, *job.module.state_dict().values()))
+    weights = [t for module in job.modules.values() for t in module.state_dict().values()]
+    bytes += sum(t.numel() * t.element_size() for t in (*tensors, *weights))
     remedy = f"make {SHARED_MEMORY} larger, or use --workers 1"
     if SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free

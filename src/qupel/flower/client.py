@@ -44,6 +44,7 @@ from qupel.parts.base import Deployed, Rows, Upload, vector
 from qupel.run.adapt import Origin, adapt_clients, layout_hash
 from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, TaskConfig, explain
 from qupel.run.jobs import Cell, assemble, build_model, build_plans, data_of, describe, split_clients
+from qupel.run.networks import build_networks, network_of
 from qupel.tasks import zoo
 from qupel.tasks.judge import Judge, Score, value
 from qupel.util.errors import UserError
@@ -142,10 +143,11 @@ class LateJob:
         if (mine := layout_hash(module)) != (task.layout or mine):
             raise UserError(boundary.LAYOUT.replace("{hash}", "{}").format(task.layout, mine))
         parts = all_parts(self.config, data, task.seed)
-        plan = build_plans(self.config, self.cell, module, data, 1)[0]
+        networks = build_networks(self.config, data, self.cell)  # w is the server's; what x is, is this client's affair
+        plan = build_plans(self.config, self.cell, {"": module, **networks}, data, 1)[0]
         # Of the clients only this one is looked at: the others are on other machines.
         everyone = [parts[own_number(own, parts)]] * task.clients
-        job = assemble(self.config, self.cell, module, data, everyone, [plan] * task.clients)
+        job = assemble(self.config, self.cell, module, data, everyone, [plan] * task.clients, networks)
         check_trainable(job)
         self.job = replace(job, epoch_steps=task.epoch_steps)
         self.size = Layout.of(module).size
@@ -167,12 +169,14 @@ class LateJob:
         names["standardize"] = self.config.data.standardize
         origin = Origin.of(self.job, self.rows(round, body), self.task.label, **names)
         name = f"client {self.client}"
-        done = adapt_clients(origin, self.job.data, self.job.parts[:1], self.job.plans[:1], [name])
+        mine = (self.job.parts[:1], self.job.plans[:1], [name], self.job.network[:1])
+        done = adapt_clients(origin, self.job.data, *mine)
         for fault in done.faults.values():
             log(f"{self.task.job}: {fault}")
             raise UserError(boundary.DIVERGED.format(round + 1))
         test = done.judged[0].test
-        module = Judge(self.job.module, self.job.loss).load(done.models[0].x, done.job.calibration(0))
+        judge = Judge(self.job.modules[self.job.network_of(0)], self.job.loss)
+        module = judge.load(done.models[0].x, done.job.calibration(0))
         written = self.write(module, done.models[0], name, test)
         if self.own.privacy:
             return boundary.PrivateExport(self.client, round)
@@ -182,7 +186,8 @@ class LateJob:
         """This client's file; its bytes."""
         allowed = parse_size(self.own.budget) if self.own.budget and model.codebook else None
         score = value(test, self.job.judge_by) if test.count else None
-        about = describe(self.config, self.cell, self.job.data_of(0), name, score, allowed)
+        network = network_of(self.config, self.cell, 0)
+        about = describe(self.config, self.cell, self.job.data_of(0), name, score, allowed, network)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         written = save(self.folder / MODEL, module, model.codebook, about=about)
         if allowed is not None and written > allowed:
@@ -303,7 +308,13 @@ def merged(own: ClientConfig, task: Task | None) -> Config:
     return Config(
         data=data.model_copy(update={"augment": task.augment}),
         split=split,
-        model=ModelConfig(name=task.model, args=task.args, layers=own.layers, levels=own.levels),
+        model=ModelConfig(
+            name=task.model,
+            args=task.args,
+            layers=None if own.network else own.layers,
+            levels=own.levels,
+            networks=() if own.network is None else (own.network.model_copy(update={"layers": own.layers}),),
+        ),
         task=TaskConfig(loss=task.loss, metrics=task.metrics, judge_by=task.judge_by),
         bits=own.bits or "auto",
         budget=own.budget,

@@ -226,14 +226,21 @@ def client_text(number: int, config: Config, modules: Path | None = None) -> str
     else:
         each = (bits,) if isinstance(bits, int) else tuple(bits)
         size = f"bits = {each[number % len(each)]}"
-    layers = "" if config.model.layers is None else f"layers = {json.dumps(list(config.model.layers))}\n"
+    known = config.model.networks
+    given = known[number % len(known)] if known else ""
+    network = "" if isinstance(given, str) else given.name
+    chosen = config.model.layers if isinstance(given, str) else given.layers
+    layers = "" if chosen is None else f"layers = {json.dumps(list(chosen))}\n"
+    if known:
+        shown = given if isinstance(given, str) else given.model_dump(mode="json", exclude={"layers"})
+        layers = f"network = {_toml(shown)}\n" + layers
     layers += 'levels = "channel"\n' if config.model.levels == "channel" else ""
     data = {k: v for k, v in config.data.model_dump(mode="json").items() if v not in (None, {}) and k != "augment"}
     split = {k: v for k, v in config.split.model_dump(mode="json").items() if v is not None}
     tables = [f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items())
               for name, table in (("data", data), ("split", split))]  # fmt: skip
     named, own = named_modules(config), ""
-    if named or ":" in config.data.name:
+    if named or ":" in f"{config.data.name}{network or given}":
         text = templates.ELSEWHERE if modules is None else templates.TRY_OUT
         own = text.format(allow=_toml(named), folder=_toml(str(modules)))
     return templates.CLIENT.format(number=number, size=size, layers=layers, own=own, data=tables[0], split=tables[1])

@@ -31,7 +31,7 @@ from qupel.engine.shard import Judged, Trained, screen
 from qupel.flower import boundary
 from qupel.flower.boundary import Answer, printable
 from qupel.flower.frames import Header
-from qupel.flower.task import PROTOCOL, Task, Wanted
+from qupel.flower.task import PROTOCOL, Task, Wanted, refuse_means_of_networks
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
 from qupel.parts.methods.base import sends
@@ -320,6 +320,7 @@ def check_told(config: Config) -> None:
     """Clients tell a closed list of things, and are told another: what a run needs beyond cannot be had."""
     if config.diagnostics != "off":
         raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
+    refuse_means_of_networks(config)
     if config.model.start is not None:
         raise UserError("model.start: a federation on Flower starts from the model's name and the seed")
     if config.data.standardize == "shared":

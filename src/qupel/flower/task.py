@@ -15,6 +15,7 @@ from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.flower.boundary import HASH, JOB, MOST_METRICS
 from qupel.parts.codecs import codecs
+from qupel.parts.methods.base import row_per_network
 from qupel.parts.phase import Phase
 from qupel.parts.servers.mean import Mean
 from qupel.run.adapt import layout_hash
@@ -29,8 +30,10 @@ from qupel.run.config import (
     explain,
     find_modules_in,
 )
-from qupel.run.jobs import Cell, build_phases, model_name
+from qupel.run.jobs import Cell, build_phases
+from qupel.run.networks import model_name
 from qupel.run.recipes import Length
+from qupel.run.sections import NetworkConfig
 from qupel.tasks.losses import losses
 from qupel.tasks.metrics import chosen, metrics
 from qupel.util.errors import UserError
@@ -82,6 +85,14 @@ class Wanted(Strict):
             metrics=tuple(config.task.asked()),
             judge_by=config.task.judge_by,
         )
+
+
+def refuse_means_of_networks(config: Config) -> None:
+    """Which network a client has is its own affair, so there is nobody to average it with."""
+    length = Length(config.rounds, config.local_steps, 1)
+    for label, method in config.methods.items():
+        if any(row_per_network(phase.method) for phase in build_phases(method, length)):
+            raise UserError(f'methods.{label}: share = "architecture": clients on Flower do not tell their networks')
 
 
 def named_modules(config: Config) -> list[str]:
@@ -198,6 +209,9 @@ class ClientConfig(Strict):
     client: int = Field(ge=0, description="its number in the federation")
     data: OwnData = OwnData()
     split: SplitConfig | None = Field(None, description="a try-out: this client's part of a data set that all have")
+    network: NetworkConfig | None = Field(
+        None, description="its own, {name, args}, where the job's method takes any; none: the job's"
+    )
     bits: Bits | None = Field(None, description="1 to 8, or 32 for full precision")
     budget: str | None = Field(None, description='bytes its file may have, e.g. "24 KiB", in place of bits')
     layers: tuple[str, ...] | None = Field(None, description="layers to quantize; none: all but the first and last")
@@ -210,6 +224,12 @@ class ClientConfig(Strict):
     allow: tuple[str, ...] = Field((), description="modules of this machine that a job may name its parts from")
     modules: Path | None = Field(None, description="a folder of modules, besides this file's own")
     privacy: Privacy | None = None
+
+    @field_validator("network", mode="before")
+    @classmethod
+    def _by_name(cls, value: Any) -> Any:
+        """A name stands for {name = ...}."""
+        return {"name": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _size(self) -> Self:
@@ -234,7 +254,7 @@ def load_client(path: Path) -> ClientConfig:
     except ValidationError as e:
         raise UserError(f"{path}: {explain(e)}") from None
     here, data = path.resolve().parent, config.data
-    if config.allow or ":" in data.name:
+    if config.allow or ":" in data.name or (config.network and ":" in config.network.name):
         find_modules_in(here)
         if config.modules is not None:
             find_modules_in(here / config.modules.expanduser())

@@ -27,7 +27,7 @@ from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
-from qupel.tasks.task import Batch, Diverged, Evaluated, Loss, Problem, Task
+from qupel.tasks.task import Batch, Diverged, Evaluated, Loss, Pass, Problem, Task, Value
 from qupel.tasks.trees import Tree, length
 
 TOLERANCE = 1e-6  # of |F|, below which an increase is rounding: losses are computed in float32
@@ -62,8 +62,18 @@ class ClientLoss:
         gradient, value = self._at(x)
         return Evaluated(gradient.clone(), value, x[:0])  # methods write into it
 
+    @property
+    def loss(self) -> Loss:
+        return self.task.loss
+
+    def forward(self, x: Tensor, inputs: Tree) -> Pass:
+        return self.task.forward(x, inputs)
+
     def outputs(self, x: Tensor, inputs: Tree) -> Tree:
         return self.task.outputs(x, inputs)
+
+    def loss_of(self, outputs: Tree, batch: Batch) -> Value:
+        return self.task.loss_of(outputs, batch)
 
     def at(self, x: Tensor) -> Tensor:
         """The gradient at x (d,)."""

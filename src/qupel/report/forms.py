@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from types import MappingProxyType
 
-from qupel.report import later, significance, tables
+from qupel.report import later, networks, significance, tables
 from qupel.report.measure import Measure, main_measure, told_metrics
 from qupel.report.runs import Run
 from qupel.util.terminal import plain
@@ -81,10 +81,16 @@ def _form(runs: Sequence[Run], alone: bool) -> Form:
     comments = "".join(f"% {plain(text, 5000)}\n" for text in said_in)
     title_md, legend_md, *notes_md = map(tables.markdown_text, said_in)
     html = html_table(head, body) + "".join(f"<h3>Every metric</h3>{html_table(*m)}" for m in more)
+    several = networks.with_networks(results)
+    if several:
+        html += f"<h3>By network and bits</h3>{html_table(*networks.table(results))}"
+        html += f'<p class="legend">{escape(networks.legend(results))}</p>'
     if late := later.with_late(results):
         html += f"<h3>Clients that joined later</h3>{html_table(*later.table(late))}"
         html += f'<p class="legend">{escape(later.legend(late))}</p>'
     after = "".join(f"\n{tables.markdown(*m)}" + (f"\n{tables.markdown_text(over)}\n" if over else "") for m in more)
+    if several:
+        after += f"\n{tables.markdown(*networks.table(results))}\n{tables.markdown_text(networks.legend(results))}\n"
     if late:
         after += f"\n{tables.markdown(*later.table(late))}\n{tables.markdown_text(later.legend(late))}\n"
     return Form(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qupel.report import later, tables
+from qupel.report import later, networks, tables
 from qupel.report.forms import OVER, UNSEEN, gain_text
 from qupel.report.measure import main_measure, told_metrics
 from qupel.report.tables import Result
@@ -30,5 +30,7 @@ def write_summary(results: Sequence[Result], folder: Path, one: bool = False) ->
     words = map(tables.markdown_text, (note, said, gain, unseen, precision))
     late = later.with_late(results)
     joined = (tables.markdown(*later.table(late)), tables.markdown_text(later.legend(late))) if late else ()
-    texts = (tables.markdown(head, body), *words, *more, over, *joined)
+    several = networks.with_networks(results)
+    by = (tables.markdown(*networks.table(results)), tables.markdown_text(networks.legend(results))) if several else ()
+    texts = (tables.markdown(head, body), *words, *more, over, *by, *joined)
     write_atomic(folder / "summary.md", "\n".join(f"{text.strip()}\n" for text in texts if text))

@@ -17,7 +17,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import save as to_bytes
 from torch import nn
 
-from qupel.core.codebook import Plan, plan_bits
+from qupel.core.codebook import Plan
 from qupel.core.layout import Layout
 from qupel.data.batches import Transform, chunks
 from qupel.data.partition import Part
@@ -35,7 +35,6 @@ from qupel.data.samples import Arrays
 from qupel.data.sources import Dataset
 from qupel.deploy import own
 from qupel.deploy.about import About
-from qupel.deploy.budget import Planner
 from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job, standardized
@@ -58,7 +57,6 @@ from qupel.util.registry import imports_limited_to
 FILE = "w.safetensors"
 VERSION = 1
 MOST_LAYERS = 1000  # of a network of ours that a file names: its parameters are one vector there, which does not tell
-Bits = int | Mapping[str, int]
 
 
 def layout_hash(module: nn.Module) -> str:
@@ -85,6 +83,7 @@ class Origin:
     args: Mapping[str, Any] | None = None
     loss: str = ""
     standardize: str = "off"
+    named: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the job's other networks: model and args
 
     @classmethod
     def of(cls, job: Job, w: Rows, label: str, **names: Any) -> Origin:
@@ -97,6 +96,7 @@ class Origin:
             parts=(),
             plans=(),
             names=(),
+            network=(),
             transforms=(),
             epoch_steps=job.steps_per_epoch,
             sample=1.0,
@@ -117,22 +117,9 @@ class Origin:
         Layout.of(module).load(module, self.w[0])
         return module
 
-
-def plans_for(
-    module: nn.Module,
-    bits: Sequence[Bits],
-    budgets: Sequence[int] | None,
-    layers: Sequence[str] | None,
-    channels: bool,
-) -> list[Plan]:
-    """Levels for each client: of these bits, or where there are budgets the widest that fit; by the errors of the
-    module's own layers."""
-    layout = Layout.of(module)
-    if budgets is None:
-        return [plan_bits(layout, b, layers, channels) for b in bits]
-    planner = Planner(module, layers=layers, channels=channels)
-    found = {size: planner.fit(size).bits for size in dict.fromkeys(budgets)}
-    return [plan_bits(layout, found[size], channels=channels) for size in budgets]
+    def with_networks(self, networks: Mapping[str, nn.Module]) -> Origin:
+        """With others for clients that come later."""
+        return replace(self, job=replace(self.job, networks={**self.job.networks, **networks}))
 
 
 # --- the file ---
@@ -181,6 +168,7 @@ def write_origin(path: Path, origin: Origin) -> None:
         "shape": list(data.shape),
         "standardize": origin.standardize,
         "judge_by": job.judge_by,
+        "networks": {name: dict(how) for name, how in origin.named.items() if name in job.networks},
         **{key: getattr(data, key) for key in ("name", "classes", "labels", "mean", "std", "mirror", "note")},
     }
     rows = {f"w{k}": row.contiguous() for k, row in enumerate(origin.w)}
@@ -225,7 +213,12 @@ def _origin(path: Path, module: nn.Module | None, loss: Loss | str | None) -> Or
             if described["model"] in zoo.networks:
                 own.check_args(About(model=described["model"], args=described["args"]), MOST_LAYERS)
             module = zoo.build(described["model"], shape, classes, seed, described["args"])
-        module = copy.deepcopy(module)
+        module, named = copy.deepcopy(module), described.get("networks", {})
+        networks = {}
+        for name, how in named.items():
+            if how["model"] in zoo.networks:
+                own.check_args(About(model=how["model"], args=how["args"]), MOST_LAYERS)
+            networks[name] = zoo.build(how["model"], shape, classes, seed, how["args"])
         if (mine := layout_hash(module)) != described["layout"]:
             raise UserError(f"{path} is of a network with layout {described['layout']}, this one has {mine}")
         rest = {k.removeprefix("rest."): v for k, v in tensors.items() if k.startswith("rest.")}
@@ -247,12 +240,13 @@ def _origin(path: Path, module: nn.Module | None, loss: Loss | str | None) -> Or
             transform=replace(Transform.of(data), augment=described["augment"]),
             metrics={name: metrics[name] for name in described["metrics"]},
             judge_by=described["judge_by"],
+            networks=networks,
             **{key: described[key] for key in ("seed", "local_steps", "batch", "epoch_steps")},
         )
         layers = None if described["layers"] is None else tuple(described["layers"])
         w = tuple(tensors[f"w{k}"] for k in range(sum(name[:1] == "w" for name in tensors)))
         names = {key: described[key] for key in ("model", "args", "loss", "standardize")}
-        return Origin(job, w, described["label"], layers, described["channels"], **names)
+        return Origin(job, w, described["label"], layers, described["channels"], **names, named=named)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, RuntimeError) as e:
@@ -310,9 +304,11 @@ def adapt_clients(
     parts: Sequence[Part],
     plans: Sequence[Plan],
     names: Sequence[str] = (),
+    network: Sequence[str] = (),
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Adapted:
-    """Each of these clients for itself. data: of the same kind as the federation's; only its arrays are looked at."""
+    """Each of these clients for itself. data: of the same kind as the federation's; only its arrays are looked at.
+    network: of each client, one of the origin's by name, "" the shared one; none: all have that."""
     began = time.monotonic()
     known = origin.job.data
     if (data.classes is None) != (known.classes is None):
@@ -327,6 +323,7 @@ def adapt_clients(
         mine = replace(mine, mean=data.mean, std=data.std)
         transform = replace(Transform.of(mine), augment=transform.augment)
     job = replace(origin.job, data=mine, parts=parts, plans=plans, names=names, phases=phases, transform=transform)
+    job = replace(job, network=network)
     if data.train.read(slice(0, 1)).given:
         job = replace(job, loss=with_weights(job.loss))
     if origin.standardize == "client":

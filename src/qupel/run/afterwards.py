@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qupel.core.codebook import Plan, start_codebook
-from qupel.core.layout import Coverage, Layout
+from qupel.core.layout import Layout
 from qupel.data.partition import Part
 from qupel.deploy.file import load
 from qupel.engine import scores
@@ -33,8 +33,17 @@ from qupel.parts.quantizers.frozen import Frozen
 from qupel.report.runs import read_result
 from qupel.run.adapt import Adapted
 from qupel.run.config import Config
-from qupel.run.folder import result_file, write_models
-from qupel.run.jobs import Cell, build_job, build_plans, client_names, fingerprint, source_of, split_clients
+from qupel.run.folder import covered, result_file, write_models
+from qupel.run.jobs import (
+    Cell,
+    build_job,
+    build_plans,
+    client_names,
+    fingerprint,
+    source_of,
+    split_clients,
+)
+from qupel.run.networks import network_names
 
 HERE = ("bits", "model_bytes", "dead_centers", "clients", "over_clients")  # of a line; and its scores
 
@@ -62,7 +71,7 @@ def quantize_cell(config: Config, cell: Cell, out: Path) -> dict[str, Any]:
         "of": source.label,
         "method": json.loads(config.methods[cell.label].model_dump_json()),
         "quantized": quantized,
-        "precision": str(Coverage.of(Layout.of(job.module), quantized)),
+        "precision": "; ".join(dict.fromkeys(map(str, covered(job)))),
         "files": write_models(config, cell, job, models, last["clients"]["test"], folder / "models", "client"),
         "lines": [*result["lines"][:-1], scores.keep(folder, last)],
     }
@@ -76,18 +85,19 @@ def quantize_cell(config: Config, cell: Cell, out: Path) -> dict[str, Any]:
 def _quantized(job: Job, how: str, models: Path, prefix: str) -> tuple[list[Judged], list[Deployed]]:
     """The clients' models from their files, with levels placed by `how`; judged, and as they ship. A model that many
     share has its levels placed once."""
-    module = copy.deepcopy(job.module)
-    layout, clients = Layout.of(module), range(len(job.parts))
-    before: dict[object, State] = {}  # plan -> the last one
+    modules, clients = copy.deepcopy(job.modules), range(len(job.parts))
+    layouts = {name: Layout.of(module) for name, module in modules.items()}
+    before: dict[object, State] = {}  # network and plan -> the last one
     with Inline(replace(job, diagnostics=None, stacked=False)) as engine:
         for client in clients:
-            x = layout.flatten(load(models / f"{prefix}-{client:03d}.safetensors").into(module))  # (d,)
-            plan = job.plans[client]
-            known = before.get(plan.key)
+            plan, name = job.plans[client], job.network_of(client)
+            layout, packed = layouts[name], load(models / f"{prefix}-{client:03d}.safetensors")
+            x = layout.flatten(packed.into(modules[name]))  # (d,)
+            known = before.get((name, plan.key))
             if known is None or not torch.equal(known.x, x):
-                known = before[plan.key] = State(x, x, start_codebook(layout, x, plan, how))
+                known = before[name, plan.key] = State(x, x, start_codebook(layout, x, plan, how))
             engine.shard.store.put(client, 0, known)
-        w = (torch.zeros(layout.size),)  # nobody looks at it
+        w = (torch.zeros(layouts[""].size),)  # nobody looks at it
         judged = sorted(engine.evaluate(0, w, clients), key=lambda j: j.client)
         return judged, [engine.deployed(0, w, client) for client in clients]
 
@@ -98,9 +108,10 @@ def _unseen(
     """The same for the models of clients that were kept out of training. plain: what the shared model says there."""
     began = time.monotonic()
     parts: Sequence[Part] = split_clients(config, job.data, cell.seed)[1]
-    plans: Sequence[Plan] = build_plans(config, cell, job.module, job.data, len(parts))
+    plans: Sequence[Plan] = build_plans(config, cell, job.modules, job.data, len(parts))
     names = client_names(config, job.data, parts) or [f"unseen {i}" for i in range(len(parts))]
-    job = replace(job, parts=parts, plans=plans, names=names, transforms=())
+    network = network_names(config, cell, len(parts)) if job.networks else ()
+    job = replace(job, parts=parts, plans=plans, names=names, network=network, transforms=())
     job = standardized(job, "client") if config.data.standardize == "client" else job
     judged, models = _quantized(job, how, taken / "models", "unseen")
     told = Adapted(job, models, judged, [], {}, time.monotonic() - began).told() | {"global": list(plain)}

@@ -30,10 +30,11 @@ from qupel.parts.methods import methods
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.servers import Server
-from qupel.run.adapt import Origin, find_origin, modules_of, plans_for, read_origin
+from qupel.run.adapt import Origin, find_origin, modules_of, read_origin
 from qupel.run.fit import Fit, adapted_fit, collect, described, leave, open_out
 from qupel.run.folder import own_folder, result_of
 from qupel.run.jobs import Cell, is_dense, loss_for, usual_loss
+from qupel.run.networks import named_networks, plans_by_network
 from qupel.run.recipes import Length, Settings, compose, find, recipes
 from qupel.tasks.losses import losses
 from qupel.tasks.metrics import Metric, chosen
@@ -71,6 +72,7 @@ def fit(
     clients: Sequence[Client | Sequence[Any]] | Mapping[str, Any],
     *,
     # what a client ships
+    networks: Sequence[nn.Module | None] = (),
     bits: Bits | Sequence[Bits] | None = None,
     budget: str | Sequence[str] | None = None,
     layers: Sequence[str] | None = None,
@@ -111,10 +113,12 @@ def fit(
               Frozen parameters (requires_grad=False) stay as they are, at full precision.
     clients:  `Client`s, or tuples (train inputs, train targets[, test inputs, test targets]); a dict has their names.
 
+    networks: one entry each where clients have networks of their own, None for `model`; for methods that take any, as
+              "quped" and "local". `model` is the shared one. Their weights are where their clients start.
     bits:     for all clients or one entry each: 1 to 8, 32 for full precision, or a table layer -> bits. By default
               the method's own: 32 for FedAvg with and without tuning, 2 for all others.
     budget:   in place of bits, the bytes a client's file may have, "24 KiB", for all or one entry each.
-    layers:   which layers get the bits: by default all of docs/layers.md but the first and the last weight.
+    layers:   which layers of `model` get the bits: by default all of docs/layers.md but the first and the last weight.
               `Fit.quantized` and `Fit.left` tell; fewer bits than 32 for no layer at all are refused.
     levels:   one set of levels a layer, or scaled by each output "channel".
 
@@ -157,8 +161,11 @@ def fit(
     seen, later = _apart(everyone, unseen, seed)
     data = pool([everyone[i] for i in seen])
     parts = partition.by_owner(data)
+    own, network = named_networks(networks, len(everyone))
     job = Job(
         module=copy.deepcopy(model),
+        networks=copy.deepcopy(own),
+        network=[network[i] for i in seen] if own else (),
         loss=loss_for(data, losses[loss] if isinstance(loss, str) else loss),
         data=data,
         parts=parts,
@@ -181,7 +188,7 @@ def fit(
     job = job.with_phases(_phases(method, quantizer, server, settings or Settings(), rounds, job))
     each = _each("bits", _own_bits(method, job.phases) if bits is None else bits, len(everyone))
     sizes = _sizes(budget, len(everyone))
-    plans = plans_for(model, each, sizes, layers, levels == "channel")
+    plans = plans_by_network({"": model, **own}, network, each, sizes, layers, levels == "channel")
     job = replace(job, plans=[plans[i] for i in seen])
     if (bits is not None or budget is not None) and any(plans) and is_dense(job.phases[-1]):
         last, given = methods.name_of(job.phases[-1].method), "bits" if budget is None else "budget"
@@ -213,7 +220,7 @@ def fit(
         key = checkpoints.fingerprint if checkpoints else ""
         result = result_of(job, cell, key, asdict(choice), finished, place, None)
         if later:
-            new = _later(found.origin, everyone, later, plans, sizes)
+            new = _later(found.origin, everyone, later, plans, sizes, network)
             found, result["unseen"] = replace(found, unseen=new), new.run["unseen"]
         found = replace(found, run={"config": described(job, label), "result": result})
         return found if out is None else leave(Path(out), cell, found)
@@ -223,6 +230,7 @@ def adapt(
     run: Fit | str | os.PathLike[str],
     clients: Client | Sequence[Any],
     *,
+    networks: Sequence[nn.Module | str | None] = (),
     bits: Bits | Sequence[Bits] | None = None,
     budget: str | Sequence[str] | None = None,
     cell: str | None = None,
@@ -236,6 +244,7 @@ def adapt(
 
     run:      a `Fit`, the folder of a finished run, or its file w.safetensors alone, which holds all that is needed.
     clients:  one, or several, as `fit` takes them; each adapts for itself.
+    networks: one entry each, of methods that take any: a module, the name of one of the run's, None for the shared one.
     bits, budget: as in `fit`; by default 2 bits, or full precision where no phase quantizes.
     cell:     which of a run's cells, by its name or its method's label, where there are several.
     model, loss: of a folder whose network or loss is one of your own, from Python.
@@ -265,10 +274,14 @@ def adapt(
     who = people([given] if is_client(given) else given)
     usual = FULL_PRECISION if all(map(is_dense, origin.job.phases)) else DEFAULT_BITS
     each, sizes = _each("bits", usual if bits is None else bits, len(who)), _sizes(budget, len(who))
-    plans = plans_for(origin.filled(), each, sizes, origin.layers, origin.channels)
+    own, network = named_networks(networks, len(who), origin.job.networks)
+    origin = origin.with_networks(own)
+    modules = {"": origin.filled(), **origin.job.networks}
+    plans = plans_by_network(modules, network, each, sizes, origin.layers, origin.channels)
     with Watcher(0, lines=False, live=not quiet) as bar:
         told = bar.both(Cell(origin.label, origin.job.seed), watch)
-        return adapted_fit(origin, pool(who), plans, sizes, strict=True, watch=told)
+        of = network if any(network) else ()
+        return adapted_fit(origin, pool(who), plans, sizes, strict=True, network=of, watch=told)
 
 
 def _apart(everyone: Sequence[Client], unseen: Any, seed: int) -> tuple[list[int], list[Any]]:
@@ -282,13 +295,20 @@ def _apart(everyone: Sequence[Client], unseen: Any, seed: int) -> tuple[list[int
 
 
 def _later(
-    origin: Origin, everyone: Sequence[Client], later: Sequence[Any], plans: Sequence[Plan], sizes: list[int] | None
+    origin: Origin,
+    everyone: Sequence[Client],
+    later: Sequence[Any],
+    plans: Sequence[Plan],
+    sizes: list[int] | None,
+    network: Sequence[str],
 ) -> Fit:
-    """Adapts those of `_apart`: one of the clients has its own bits, others have those of the clients in turn."""
+    """Adapts those of `_apart`: one of the clients has its own bits and network, others have those of the clients in
+    turn."""
     at = [i if isinstance(i, int) else k % len(plans) for k, i in enumerate(later)]
     who = [everyone[i] if isinstance(i, int) else i for i in later]
     limits = [sizes[i] for i in at] if sizes else None
-    return adapted_fit(origin, pool(who), [plans[i] for i in at], limits, strict=False)
+    own = [network[i] for i in at] if any(network) else ()
+    return adapted_fit(origin, pool(who), [plans[i] for i in at], limits, strict=False, network=own)
 
 
 def _place(engine: str | None, workers: int | None, device: str) -> tuple[torch.device, int]:

@@ -28,10 +28,19 @@ from pydantic import (
 from qupel.deploy.budget import parse_size
 from qupel.parts.phase import Phase, phase_from
 from qupel.run.recipes import Length, Settings, compose, find, recipes
-from qupel.run.sections import DataConfig, ModelConfig, SplitConfig, Strict, TaskConfig, check_model
+from qupel.run.sections import (
+    DataConfig,
+    ModelConfig,
+    Networks,
+    SplitConfig,
+    Strict,
+    TaskConfig,
+    check_model,
+    check_networks,
+)
 from qupel.util.errors import UserError
 
-_BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
+_BRANCHES = {"constrained-int", "str", "NetworkConfig"}  # what pydantic adds to a path for the choices of a union
 
 _DEEP = "tables or lists in one another, deeper than any setting is"
 
@@ -72,6 +81,11 @@ class MethodConfig(Settings):
     phases: Phases | None = Field(None, description="methods one after another, each for some rounds")
     bits: Bits | tuple[Bits, ...] | None = Field(None, description="in place of the run's bits")
     model: str | None = Field(None, description="in place of the run's model.name")
+    networks: Networks | None = Field(
+        None,
+        description="in place of the run's model.networks; [] where all have the shared one",
+        exclude_if=lambda value: value is None,  # runs of before it was there have the same settings
+    )
     of: str | None = Field(
         None,
         description="the label of a full-precision method: its finished models, quantized afterwards to these bits",
@@ -100,6 +114,11 @@ class MethodConfig(Settings):
     @classmethod
     def _known_model(cls, value: str | None) -> str | None:
         return None if value is None else check_model(value)
+
+    @field_validator("networks")
+    @classmethod
+    def _known_networks(cls, value: Networks | None) -> Networks | None:
+        return check_networks(value)
 
     @field_validator("recipe")
     @classmethod

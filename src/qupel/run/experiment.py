@@ -47,11 +47,11 @@ from qupel.run.jobs import (
     cells,
     fingerprint,
     first_rounds,
-    model_name,
     shared_rounds,
     shared_settings,
     source_of,
 )
+from qupel.run.networks import model_name
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
 from qupel.util.machine import check_device

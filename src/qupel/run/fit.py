@@ -35,6 +35,7 @@ from qupel.engine.identity import check_identity
 from qupel.engine.job import Job
 from qupel.engine.rounds import Engine, Failed, Finished, Progress
 from qupel.engine.rounds import metrics as line_of
+from qupel.parts.base import Deployed
 from qupel.run.adapt import FILE, Origin, adapt_clients, write_origin
 from qupel.run.config import Config, MethodConfig, SplitConfig
 from qupel.run.folder import result_file, write_result
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_ROWS = 30  # clients that a notebook is shown
+SHARED = "shared"  # network of a client that has none of its own
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,6 +81,7 @@ class Fit:
     about: About  # what every client's file says
     origin: Origin  # what clients that come later start from
     transforms: Sequence[Transform] = ()  # one a client, where inputs are standardized by each client's own data
+    networks: Sequence[str] = ()  # of each client, "" the shared one; none: all have that
     budgets: Sequence[int | None] = ()  # bytes that a client's file may have
     before: Sequence[float | None] = ()  # of adapted clients: the score of the global model as it is
     unseen: Fit | None = None
@@ -125,10 +128,19 @@ class Fit:
         about = replace(self.about, client=plain(self.names[client]), extra={**self.about.extra, **told})
         if self.transforms:
             about = replace(about, **self.transforms[client].scale)
+        if self.networks and self.networks[client]:  # not the shared one, which `about` names
+            about = replace(about, **self._facts(client))
         written = write(path, bare(self.models[client]), self.codebooks[client], about, to, rest)
         if to == "packed" and "budget" in told and written > told["budget"]:
             raise Failed(f"{self.names[client]}: its file has {written} bytes, over its budget of {allowed}")
         return written
+
+    def _facts(self, client: int) -> dict[str, Any]:
+        """What a file says of a client's own network."""
+        if how := self.origin.named.get(self.networks[client]):
+            return facts(how["model"], dict(how["args"]))
+        shape, classes = self.about.input_shape, self.about.classes
+        return {"model": known_as(self.models[client], shape, classes) if classes else "", "args": {}, "source": ""}
 
     def export(self, to: Format, folder: str | Path, rest: Rest = "fp32") -> list[Path]:
         """Every client's model in another format: `done.export("onnx", "models")`."""
@@ -167,6 +179,8 @@ class Fit:
             {"client": name, "bits": bits, "bytes": size, "test": test}
             for name, bits, size, test in zip(self.names, told["bits"], told["bytes"], told["test"], strict=True)
         ]
+        if self.networks:
+            rows = [{**row, "network": self.networks[i] or SHARED} for i, row in enumerate(rows)]
         return [{**row, "global": self.before[i]} for i, row in enumerate(rows)] if self.before else rows
 
     def plot(self) -> Figure:
@@ -220,17 +234,23 @@ class Fit:
 
 
 def collect(job: Job, engine: Engine, finished: Finished, choice: Choice, origin: Origin) -> Fit:
-    judge, models, codebooks = Judge(job.module, job.loss), [], []
-    for client in range(len(job.parts)):
-        deployed = engine.deployed(job.rounds - 1, finished.w, client)
-        models.append(copy.deepcopy(judge.load(deployed.x, job.calibration(client))).cpu())
-        codebooks.append(deployed.cpu().codebook)
-    whole = copy.deepcopy(judge.load(finished.w[0], _everybody(job))).cpu()
+    deployed = [engine.deployed(job.rounds - 1, finished.w, client) for client in range(len(job.parts))]
+    models = _filled(job, deployed)
+    codebooks = [d.cpu().codebook for d in deployed]
+    whole = copy.deepcopy(Judge(job.module, job.loss).load(finished.w[0], _everybody(job))).cpu()
     about = _about(job, whole, origin.label)
     if origin.standardize == "auto" and job.standardized:
         for model in (*models, whole):
             model.register_forward_pre_hook(Unit(job.transform))
-    return Fit(models, codebooks, whole, finished.lines, list(job.names), choice, about, origin, job.transforms)
+    names, own = list(job.names), [job.network_of(i) for i in range(len(job.parts))] if job.networks else []
+    return Fit(models, codebooks, whole, finished.lines, names, choice, about, origin, job.transforms, networks=own)
+
+
+def _filled(job: Job, models: Sequence[Deployed]) -> list[nn.Module]:
+    """The clients' models, each as a module of its own network, on the CPU."""
+    judges = {name: Judge(module, job.loss) for name, module in job.modules.items()}
+    of = [judges[job.network_of(i)] for i in range(len(models))]
+    return [copy.deepcopy(of[i].load(m.x, job.calibration(i))).cpu() for i, m in enumerate(models)]
 
 
 @dataclass(frozen=True)
@@ -295,16 +315,18 @@ def adapted_fit(
     plans: Sequence[Plan],
     sizes: Sequence[int] | None,
     strict: bool,
+    network: Sequence[str] = (),
     watch: Callable[[Progress], None] = lambda _: None,
 ) -> Fit:
-    """data: of these clients, its owners. strict: a client whose steps diverge is an error; else it stays as it was."""
+    """data: of these clients, its owners. strict: a client whose steps diverge is an error; else it stays as it was.
+    network: of each client (`adapt_clients`)."""
     names = list(data.owners)
-    done = adapt_clients(origin, data, by_owner(data), plans, names, watch)
+    done = adapt_clients(origin, data, by_owner(data), plans, names, network, watch)
     if strict and done.faults:
         client, why = next(iter(done.faults.items()))
         raise Failed(f"{names[client]}: {why}; its data may be of another kind than the federation's")
     job, told, judge = done.job, done.told(), Judge(done.job.module, done.job.loss)
-    models = [copy.deepcopy(judge.load(m.x, job.calibration(i))) for i, m in enumerate(done.models)]
+    models = _filled(job, done.models)
     whole = copy.deepcopy(judge.load(origin.w[0], _everybody(job)))
     line = line_of(job, job.rounds - 1, done.judged, Since(refused=list(done.faults.values())), 0, 0)
     line["seconds"] = told["seconds"]
@@ -324,6 +346,7 @@ def adapted_fit(
         about,
         origin,
         transforms=job.transforms,
+        networks=network,
         budgets=sizes or (),
         before=told["global"],
         run={} if strict else {"unseen": told},

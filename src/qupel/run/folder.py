@@ -42,9 +42,9 @@ from qupel.run.jobs import (
     data_of,
     describe,
     fingerprint,
-    model_name,
     split_clients,
 )
+from qupel.run.networks import model_name, network_names, network_of, networks_of
 from qupel.tasks.judge import Judge
 from qupel.util.errors import UserError
 from qupel.util.files import LOCK, Damaged, check_files, checksums, locked, read_json, write_sealed
@@ -146,6 +146,7 @@ def result_of(
     """What every run says of a cell, however it was started. engine: how clients were trained (`choice.Choice`); files:
     bytes of each client's."""
     quantized = list(dict.fromkeys(name for plan in job.plans for name in plan))
+    coverages = dict.fromkeys(str(c) for c in covered(job)) if quantized else {}
     return {
         "label": cell.label,
         "seed": cell.seed,
@@ -155,7 +156,8 @@ def result_of(
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": {**machine(), "device": device_name(device)},
         "quantized": quantized,
-        **({"precision": str(Coverage.of(Layout.of(job.module), quantized))} if quantized else {}),
+        **({"precision": "; ".join(coverages)} if quantized else {}),
+        **({"networks": [job.network_of(i) for i in range(len(job.parts))]} if job.networks else {}),
         "engine": engine,
         **({"owners": len(job.parts)} if job.data.owners and job.names else {}),  # they are the clients
         "data_note": job.data.note,
@@ -163,6 +165,14 @@ def result_of(
         **({} if files is None else {"files": files}),
         "lines": [scores.short(line) for line in finished.lines],
     }
+
+
+def covered(job: Job) -> Iterator[Coverage]:
+    """What is quantized of each network that clients with bits have."""
+    for name, module in job.modules.items():
+        plans = [plan for i, plan in enumerate(job.plans) if plan and job.network_of(i) == name]
+        if plans:
+            yield Coverage.of(Layout.of(module), list(dict.fromkeys(layer for plan in plans for layer in plan)))
 
 
 def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None:
@@ -207,12 +217,13 @@ def write_models(
     target: Path,
     prefix: str,
 ) -> list[int]:
-    judge, sizes = Judge(job.module, job.loss), []
+    judges, sizes = {name: Judge(module, job.loss) for name, module in job.modules.items()}, []
     budgets = [parse_size(text) for text in config.budgets()]
     for client, model in enumerate(models):
-        module = judge.load(model.x, job.calibration(client))
+        module = judges[job.network_of(client)].load(model.x, job.calibration(client))
         allowed = budgets[client % len(budgets)] if budgets and model.codebook else None
-        about = describe(config, cell, job.data_of(client), job.name(client), tests[client], allowed)
+        network = network_of(config, cell, client)
+        about = describe(config, cell, job.data_of(client), job.name(client), tests[client], allowed, network)
         written = save(target / f"{prefix}-{client:03d}.safetensors", module, model.codebook, about=about)
         if allowed is not None and written > allowed:
             raise Failed(f"{job.name(client)}: its file has {written} bytes, over its budget of {allowed}")
@@ -224,6 +235,7 @@ def origin_of(config: Config, cell: Cell, job: Job, w: Rows) -> Origin:
     """What a cell leaves for clients that come later."""
     names: dict[str, Any] = {"model": model_name(config, cell), "args": config.model.args}
     names |= {"loss": config.task.loss or "cross_entropy", "standardize": config.data.standardize}
+    names["named"] = {n.title: {"model": n.name, "args": n.args} for n in networks_of(config, cell)}
     return Origin.of(job, w, cell.label, layers=config.model.layers, channels=config.model.levels == "channel", **names)
 
 
@@ -233,9 +245,10 @@ def adapt_unseen(config: Config, cell: Cell, job: Job, origin: Origin, folder: P
     _, parts = split_clients(config, job.data, cell.seed)
     if not parts:
         return {}
-    plans = build_plans(config, cell, job.module, job.data, len(parts))
+    plans = build_plans(config, cell, job.modules, job.data, len(parts))
     names = client_names(config, job.data, parts) or [f"unseen {i}" for i in range(len(parts))]
-    done: Adapted = adapt.adapt_clients(origin, job.data, parts, plans, names)
+    network = network_names(config, cell, len(parts)) if job.networks else ()
+    done: Adapted = adapt.adapt_clients(origin, job.data, parts, plans, names, network)
     told = done.told()
     if config.save_models:
         told["files"] = write_models(config, cell, done.job, done.models, told["test"], folder / "models", "unseen")

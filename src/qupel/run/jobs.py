@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from qupel.parts.methods.hedged import Hedged
 from qupel.parts.phase import Phase
 from qupel.parts.servers import servers
 from qupel.run.config import Config, MethodConfig
+from qupel.run.networks import build_networks, model_name, network_names, network_of, networks_of
 from qupel.run.recipes import Length, compose, find
+from qupel.run.sections import NetworkConfig
 from qupel.tasks import zoo
 from qupel.tasks.losses import losses, with_weights
 from qupel.tasks.task import Loss
@@ -148,10 +151,6 @@ def client_names(config: Config, data: sources.Dataset, parts: Sequence[partitio
     return tuple(data.owners[int(data.train.groups[part.train_rows[0]])] for part in parts)
 
 
-def model_name(config: Config, cell: Cell) -> str:
-    return config.methods[cell.label].model or config.model.name
-
-
 def build_model(config: Config, data: sources.Dataset, cell: Cell) -> nn.Module:
     if data.classes is None and config.task.loss is None:
         raise UserError(f"{data.name} has no class labels: say which loss is meant ([task] loss = ...)")
@@ -181,8 +180,9 @@ def build_job(config: Config, cell: Cell) -> Job:
     """The job of one cell. Cells of a seed share data, split and initial model, so that comparisons are paired."""
     data = data_of(config)
     parts = split_data(config, data, cell.seed)
-    module = build_model(config, data, cell)
-    job = assemble(config, cell, module, data, parts, build_plans(config, cell, module, data, len(parts)))
+    module, networks = build_model(config, data, cell), build_networks(config, data, cell)
+    plans = build_plans(config, cell, {"": module, **networks}, data, len(parts))
+    job = assemble(config, cell, module, data, parts, plans, networks)
     check_trainable(job)
     if (source := source_of(config, cell)) is not None:
         taken = build_job(config, source)
@@ -198,8 +198,9 @@ def assemble(
     data: sources.Dataset,
     parts: Sequence[partition.Part],
     plans: Sequence[Plan],
+    networks: Mapping[str, nn.Module] = MappingProxyType({}),
 ) -> Job:
-    """The settings of a cell on a model, data and clients."""
+    """The settings of a cell on a model, data and clients. networks: those that are not the shared one, by name."""
     method = config.methods[cell.label]
     job = Job(
         module=module,
@@ -223,28 +224,42 @@ def assemble(
         diagnostics=None if config.diagnostics == "off" else Diagnostics(config.diagnostics),
         metrics=config.task.asked(),
         judge_by=config.task.judge_by or "",
+        networks=dict(networks),
+        network=network_names(config, cell, len(parts)) if networks else (),
     )
     job = standardized(job, config.data.standardize)
     return job.with_phases(build_phases(method, length_of(config, job)))
 
 
-def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
-    """How many centers each layer of each client gets: from the bits given, or from what fits the client's budget."""
+def build_plans(
+    config: Config, cell: Cell, modules: Mapping[str, nn.Module], data: sources.Dataset, clients: int
+) -> list[Plan]:
+    """How many centers each layer of each client gets: from the bits given, or from what fits the client's budget.
+    modules: the networks by name, "" the shared one."""
     bits = config.methods[cell.label].bits or config.bits
     if config.data.standardize in {"client", "shared"} and data.shape:  # as long as any client's can be
         data = replace(
             data, mean=(-1.2345678901234567e-100,) * data.shape[0], std=(1.2345678901234567e-100,) * data.shape[0]
         )
-    layout, layers, channels = Layout.of(module), config.model.layers, config.model.levels == "channel"
-    plans: list[Plan]
-    if bits == "auto":
-        about = describe(config, cell, data, _longest(data), 0.999999, 10**9)
-        planner = Planner(module, layers=layers, channels=channels, about=about)
-        plans = [plan_bits(layout, planner.fit(parse_size(text)).bits, channels=channels) for text in config.budgets()]
-    else:
-        each = [bits] if isinstance(bits, int) else list(bits)
-        plans = [plan_bits(layout, int(b), layers, channels) for b in each]
-    return [plans[i % len(plans)] for i in range(clients)]
+    channels, names = config.model.levels == "channel", network_names(config, cell, clients)
+    each: Sequence[Any] = config.budgets() if bits == "auto" else [bits] if isinstance(bits, int) else bits
+    planners: dict[str, Planner] = {}
+    plans: dict[tuple[str, int], Plan] = {}  # by network and entry of bits or budgets
+
+    def plan(client: int, entry: int) -> Plan:
+        name, network = names[client], network_of(config, cell, client)
+        layout = Layout.of(modules[name])
+        if bits != "auto":
+            return plan_bits(layout, int(each[entry]), network.layers, channels)
+        if name not in planners:
+            about = describe(config, cell, data, _longest(data), 0.999999, 10**9, network)
+            planners[name] = Planner(modules[name], layers=network.layers, channels=channels, about=about)
+        return plan_bits(layout, planners[name].fit(parse_size(each[entry])).bits, channels=channels)
+
+    for client, name in enumerate(names):
+        if (key := (name, client % len(each))) not in plans:
+            plans[key] = plan(client, key[1])
+    return [plans[name, client % len(each)] for client, name in enumerate(names)]
 
 
 def _longest(data: sources.Dataset) -> str:
@@ -253,7 +268,13 @@ def _longest(data: sources.Dataset) -> str:
 
 
 def describe(
-    config: Config, cell: Cell, data: sources.Dataset, client: str, test: float | None, allowed: int | None = None
+    config: Config,
+    cell: Cell,
+    data: sources.Dataset,
+    client: str,
+    test: float | None,
+    allowed: int | None,
+    network: NetworkConfig,
 ) -> About:
     """What a client's file says about its model. test: its score, if it has one; allowed: the bytes it may have."""
     told: dict[str, Any] = {} if test is None or data.classes is None else {"test": round(test, 6)}
@@ -262,7 +283,7 @@ def describe(
     told |= {} if how == "off" or (how == "auto" and not data.mean) else {"standardize": how}
     example = Transform.of(data).apply(data.train.read(slice(0, 1)).inputs)
     return About(
-        **facts(model_name(config, cell), config.model.args),
+        **facts(network.name, network.args),
         **described(example),
         classes=data.classes or 0,
         labels=data.labels,
@@ -308,8 +329,9 @@ def shared_rounds(config: Config, cell: Cell, job: Job) -> int:
     if not is_dense(mine):
         return 0
     for label, method in config.methods.items():
-        alike = (model_name(config, Cell(label, cell.seed)), method.steps_per_round(config.local_steps))
-        if alike == (model_name(config, cell), job.local_steps):
+        other = Cell(label, cell.seed)
+        alike = (model_name(config, other), networks_of(config, other), method.steps_per_round(config.local_steps))
+        if alike == (model_name(config, cell), networks_of(config, cell), job.local_steps):
             first = next(p for p in build_phases(method, length_of(config, job)) if p.rounds)
             if (first.method, first.server) == (mine.method, mine.server):
                 shared = min(shared, first.rounds)
@@ -342,5 +364,8 @@ def shared_settings(config: Config, cell: Cell) -> dict[str, Any]:
     if not config.split.unseen:  # nothing of the run depends on it
         del found["split"]["unseen"]
     found["model"]["name"] = model_name(config, cell)
+    found["model"].pop("networks", None)
+    if any(network_names(config, cell, len(known := networks_of(config, cell)))):
+        found["model"]["networks"] = [n.model_dump(mode="json") for n in known]
     found["local_steps"] = config.methods[cell.label].steps_per_round(config.local_steps)
     return found

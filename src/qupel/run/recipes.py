@@ -16,6 +16,7 @@ from qupel.parts.methods import methods
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.hedged import Hedged
 from qupel.parts.methods.local import Local
+from qupel.parts.methods.quped import QuPeD
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers import Quantizer, quantizers
@@ -82,6 +83,8 @@ class Settings(BaseModel):
     lambda_p: float = Field(2.0, ge=0, description="pull between personal and global model")
     coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
     let_go: bool = Field(True, description="lambda_p falls to 0 along a half cosine after the warm-up")
+    reading: Literal["distill", "mutual"] = Field("mutual", description="what w learns from in QuPeD (docs/method.md)")
+    temperature: float = Field(1.0, gt=0, description="of QuPeD's distillation")
     as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
     # sharing that knows when to stop (recipes qupel and local)
     server_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the server while w is shared")
@@ -128,6 +131,9 @@ class Settings(BaseModel):
     def tie(self, rounds: int, length: Length) -> Schedule:
         """lambda_p over the last `rounds` rounds of a run."""
         return Schedule(self.lambda_p, cosine=length.epochs(rounds) if self.let_go else 0)
+
+    def w_server(self) -> Server:
+        return FedAvgM(self.server_momentum, nesterov=True) if self.server_momentum else Mean()
 
     def learned_centers(self, eta2: Schedule) -> Prox:
         return Prox(
@@ -187,7 +193,6 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
     then personal, with the pull to w and the client's label prior; then fine-tuning."""
     first, shared, own, last = stages(s, b.rounds)
     eta1, alone, levels = s.x_schedule(b), s.alone_schedule(b), s.center_schedule(b)
-    server: Server = FedAvgM(s.server_momentum, nesterov=True) if s.server_momentum else Mean()
 
     def method(stage: Literal["both", "chosen", "own"], done: int, quantizer: Quantizer) -> Hedged:
         rate, alone_rate = (f.later(b.epochs(done)) for f in (eta1, alone))
@@ -195,8 +200,8 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
         return Hedged(stage, rate, s.x_optimizer(), alone_rate, Adam(), tie, s.fails, quantizer)
 
     return [
-        Phase(method("both", 0, NoQuantizer()), first, server),
-        Phase(method("chosen", first, s.straight(levels, b, first)), shared, server),
+        Phase(method("both", 0, NoQuantizer()), first, s.w_server()),
+        Phase(method("chosen", first, s.straight(levels, b, first)), shared, s.w_server()),
         Phase(method("own", first + shared, s.straight(levels, b, first + shared)), own, prior=s.prior),
         Phase(method("own", b.rounds - last, s.fixed(levels, b, b.rounds - last)), last, prior=s.prior),
     ]
@@ -210,12 +215,31 @@ def local(s: Settings, b: Length) -> list[Phase]:
     def phase(done: int, rounds: int, quantizer: Quantizer) -> Phase:
         return Phase(Local(alone.later(b.epochs(done)), Adam(), quantizer), rounds)
 
-    straight = s.straight(levels, b, first)
-    fixed = s.fixed(levels, b, b.rounds - last)
     return [
         phase(0, first, NoQuantizer()),
-        phase(first, shared + own, straight),
-        phase(b.rounds - last, last, fixed),
+        phase(first, shared + own, s.straight(levels, b, first)),
+        phase(b.rounds - last, last, s.fixed(levels, b, b.rounds - last)),
+    ]
+
+
+def quped(s: Settings, b: Length) -> list[Phase]:
+    """`local`, taught by w: first x learns alone and w beside it, so that there is a teacher (of `distill`, where w has
+    nothing but x to learn from, with the tie from the start); then QuPeD, w seen with the label prior."""
+    if s.lambda_p > 1:
+        raise UserError(f"lambda_p = {s.lambda_p}: of quped it is a share, allowed are 0 to 1")
+    first, shared, own, last = stages(s, b.rounds)
+    eta3, alone, levels = s.x_schedule(b), s.alone_schedule(b), s.center_schedule(b)
+    main, end = shared + own, b.rounds - last
+    early, tie = Schedule(s.lambda_p if s.reading == "distill" else 0.0), s.tie(main + last, b)
+
+    def method(done: int, lambda_p: Schedule, quantizer: Quantizer) -> QuPeD:
+        x, w = (f.later(b.epochs(done)) for f in (alone, eta3))
+        return QuPeD(x, w, lambda_p, s.reading, s.temperature, optimizer=Adam(), quantizer=quantizer)
+
+    return [
+        Phase(method(0, early, NoQuantizer()), first, s.w_server()),
+        Phase(method(first, tie, s.straight(levels, b, first)), main, s.w_server(), s.prior),
+        Phase(method(end, tie.later(b.epochs(main)), s.fixed(levels, b, end)), last, s.w_server(), s.prior),
     ]
 
 
@@ -353,16 +377,12 @@ _PAPER_TRAINING |= {"lambda_growth": 1e-4, "eta2_drops": (80, 140), "finetune": 
 _PRINTED = _PAPER | {"rule": "paper", "as_printed": True}
 
 _ALONE: dict[str, object] = {"warmup": 0.5}
+_TAUGHT: dict[str, object] = {"lambda_p": 0.5, "let_go": False}
 
 _TUNING: dict[str, object] = {"prior": 0.0}  # the usual one; it may be given
 _SHARED: dict[str, object] = {"lambda_p": 0.2}
 
-_recipe(
-    "qupel",
-    "QuPeL as we run it: shared, quantized while shared, personal; alone where that is better",
-    qupel,
-    _SHARED,
-)
+_recipe("qupel", "QuPeL as we run it: shared, quantized while shared, personal; alone where better", qupel, _SHARED)
 _recipe("local", "each client alone, straight through (bits = 32: plain training)", local)
 _recipe("qupel-prox", "FedAvg, then QuPeL by proximal steps, then fine-tuning", qupel_prox)
 _recipe("local-prox", "Algorithm 1 at each client alone (bits = 32: plain training)", local_prox, _ALONE)
@@ -370,6 +390,7 @@ _recipe("qupel-corrected", "QuPeL with the paper's settings and corrected signs"
 _recipe("qupel-paper", "QuPeL exactly as printed, wrong signs included", qupel_prox, _PRINTED, fixed=True)
 _recipe("local-corrected", "Algorithm 1 at each client with the paper's settings", local_prox, _PAPER, fixed=True)
 _recipe("training-corrected", "Algorithm 1 as in Table 1 of the paper", local_prox, _PAPER_TRAINING, fixed=True)
+_recipe("quped", "QuPeD: clients with networks of their own, tied by what they predict", quped, _TAUGHT)
 _recipe("fedavg", "one shared full-precision model", fedavg, bits=32)
 _recipe("fedavg-finetune", "FedAvg, then local steps at full precision", fedavg_finetune, _TUNING, bits=32)
 _recipe("proxquant", "ProxQuant: weights pulled to fixed centers", proxquant, _ALONE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,17 +54,56 @@ class SplitConfig(Strict):
         return value
 
 
+class NetworkConfig(Strict):
+    """A network of a client's own."""
+
+    name: str
+    args: dict[str, Any] = Field({}, description="what it is built with, beside the data's shape and classes")
+    layers: tuple[str, ...] | None = Field(None, description="layers to quantize; none: all but the first and the last")
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return check_model(value)
+
+    @property
+    def title(self) -> str:
+        """By which clients of it are told from others."""
+        return f"{self.name} {json.dumps(self.args)}" if self.args else self.name
+
+
+Networks = tuple[str | NetworkConfig, ...]
+
+
+def check_networks(value: Networks | None) -> Networks | None:
+    for given in value or ():
+        if isinstance(given, str):
+            check_model(given)
+    return value
+
+
 class ModelConfig(Strict):
     name: str = "digits_cnn"
     layers: tuple[str, ...] | None = Field(None, description="layers to quantize; none: all but the first and the last")
     levels: Literal["layer", "channel"] = Field("layer", description="a layer's, or scaled by each output channel")
     start: Path | None = Field(None, description="a packed model file to start from (warm start)")
     args: dict[str, Any] = Field({}, description="what the network is built with, beside the data's shape and classes")
+    networks: Networks = Field(
+        (),
+        description="each client's own network, repeated as needed, by name or as a table {name, args, layers}; none: "
+        "all have the shared one",
+        exclude_if=lambda value: not value,  # runs of before it was there have the same settings
+    )
 
     @field_validator("name")
     @classmethod
     def _known(cls, value: str) -> str:
         return check_model(value)
+
+    @field_validator("networks")
+    @classmethod
+    def _known_networks(cls, value: Networks) -> Networks:
+        return check_networks(value) or ()
 
 
 class TaskConfig(Strict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class StackTask:
         self.layout = Layout.of(self.module)
         self.loss = loss
         self.faults: dict[int, str] = {}
-        self.forward = _forward(self.module)
+        self.call = _forward(self.module)
 
     def gradient(
         self,
@@ -42,27 +43,57 @@ class StackTask:
         loss: Loss | None = None,
         given: Sequence[Tensor] = (),
     ) -> Evaluated:
-        inputs, targets, more = Batch(*batch)
+        return self.forward(x, batch[0]).gradient(batch, slots, loss=loss, given=given)
+
+    def forward(self, x: Tensor, inputs: Tree) -> StackPass:
         x = x.expand(length(inputs), -1)  # clients that start from one model share it
         parameters = {slot.name: slot.view(x).detach().requires_grad_() for slot in self.layout.slots}
-        outputs = self.forward(parameters, inputs)  # (k, b, ...)
-        values = _each(loss or self.loss)(outputs, targets, *given, *more)  # (k,)
-        found = gradients(values.sum(), parameters, self.layout.slots if slots is None else slots)
-        values = values.detach()
-        if not bool(torch.isfinite(values).all()):
-            for row, value in enumerate(values.tolist()):
-                if not math.isfinite(value):
-                    self.faults.setdefault(row, f"the loss is {value}; {first_bad(x[row], self.layout)}")
-        return Evaluated(one_vector(found, x, self.layout), values, detached(outputs))
+        return StackPass(self, x, parameters, self.call(parameters, inputs))
 
     def outputs(self, x: Tensor, inputs: Tree) -> Tree:
         x = x.expand(length(inputs), -1)
         with torch.no_grad():
-            return self.forward({slot.name: slot.view(x) for slot in self.layout.slots}, inputs)
+            return self.call({slot.name: slot.view(x) for slot in self.layout.slots}, inputs)
 
     def value(self, x: Tensor, batch: Batch) -> Value:
-        inputs, targets, given = Batch(*batch)
-        return _each(self.loss)(self.outputs(x, inputs), targets, *given)
+        return self.loss_of(self.outputs(x, batch[0]), batch)
+
+    def loss_of(self, outputs: Tree, batch: Batch) -> Value:
+        _, targets, given = Batch(*batch)
+        return _each(self.loss)(outputs, targets, *given)
+
+
+@dataclass(frozen=True, eq=False)
+class StackPass:
+    """A pass of a `StackTask`; said (k, b, ...): with its graph."""
+
+    task: StackTask
+    x: Tensor
+    parameters: dict[str, Tensor]
+    said: Tree
+
+    @property
+    def outputs(self) -> Tree:
+        return detached(self.said)
+
+    def gradient(
+        self,
+        batch: Batch,
+        slots: Sequence[Slot] | None = None,
+        *,
+        loss: Loss | None = None,
+        given: Sequence[Tensor] = (),
+    ) -> Evaluated:
+        _, targets, more = Batch(*batch)
+        task, layout = self.task, self.task.layout
+        values = _each(loss or task.loss)(self.said, targets, *given, *more)  # (k,)
+        found = gradients(values.sum(), self.parameters, layout.slots if slots is None else slots)
+        values = values.detach()
+        if not bool(torch.isfinite(values).all()):
+            for row, value in enumerate(values.tolist()):
+                if not math.isfinite(value):
+                    task.faults.setdefault(row, f"the loss is {value}; {first_bad(self.x[row], layout)}")
+        return Evaluated(one_vector(found, self.x, layout), values, self.outputs)
 
 
 def _forward(module: nn.Module) -> Callable[[dict[str, Tensor], Tree], Tree]:

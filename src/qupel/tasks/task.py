@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from qupel.tasks.convolution import use_fft
 from qupel.tasks.trees import Tree, call, leaves, over
 from qupel.util.errors import UserError
 
-__all__ = ["Batch", "Diverged", "Evaluated", "Loss", "ModuleTask", "Problem", "Task", "Tree", "Value", "call"]
+__all__ = ["Batch", "Diverged", "Evaluated", "Loss", "ModuleTask", "Pass", "Problem", "Task", "Tree", "Value", "call"]
 
 Loss = Callable[..., Tensor]  # (outputs, targets, *given) -> mean loss over the batch
 Value = float | Tensor  # a loss; of a stack of clients one each (k,)
@@ -50,11 +51,36 @@ class Evaluated:
     outputs: Tree
 
 
+class Pass(Protocol):
+    """A forward pass whose gradient can still be asked for, until the task makes its next one."""
+
+    @property
+    def outputs(self) -> Tree:
+        """What the network said (..., b, classes), without a graph."""
+
+    def gradient(
+        self,
+        batch: Batch,
+        slots: Sequence[Slot] | None = None,
+        *,
+        loss: Loss | None = None,
+        given: Sequence[Tensor] = (),
+    ) -> Evaluated:
+        """As the task's own; of the batch the inputs were those of the pass."""
+
+
 class Task(Protocol):
     """One architecture with its loss. A toy: f = |x|^2 / 2 has gradient(x, ...).gradient = x and .loss = |x|^2 / 2."""
 
     @property
     def layout(self) -> Layout: ...
+
+    @property
+    def loss(self) -> Loss:
+        """Its own, of one client."""
+
+    def forward(self, x: Tensor, inputs: Tree) -> Pass:
+        """What the network with weights x says while it learns, to be followed by a gradient."""
 
     def gradient(
         self,
@@ -75,10 +101,14 @@ class Task(Protocol):
     def value(self, x: Tensor, batch: Batch) -> Value:
         """The mean loss over the batch at x."""
 
+    def loss_of(self, outputs: Tree, batch: Batch) -> Value:
+        """The mean loss over the batch of what the network said."""
+
 
 @dataclass(frozen=True)
 class Problem:
-    """What a client optimizes: its own network x in R^d_i, and the shared one, w in R^d."""
+    """What a client optimizes: its own network x in R^d_i, and the shared one, w in R^d. They are two tasks also where
+    the architecture is one: a pass of the one may be open while the other makes its own."""
 
     own: Task
     shared: Task
@@ -108,23 +138,12 @@ class ModuleTask:
         loss: Loss | None = None,
         given: Sequence[Tensor] = (),
     ) -> Evaluated:
-        inputs, targets, more = Batch(*batch)
+        return self.forward(x, batch[0]).gradient(batch, slots, loss=loss, given=given)
+
+    def forward(self, x: Tensor, inputs: Tree) -> ModulePass:
         self.values.copy_(x)
-        outputs = None
-        try:
-            outputs = call(self.module, inputs)
-            value = (loss or self.loss)(outputs, targets, *given, *more)
-        except Exception as e:  # some losses refuse what is not a number
-            if is_finite(x) and is_finite(outputs):
-                raise
-            raise Diverged(f"{str(e).splitlines()[0]}; {first_bad(x, self.layout)}") from e
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            raise NoScalar(value)
-        found = gradients(value, self.parameters, self.layout.slots if slots is None else slots)
-        number = value.item()
-        if not math.isfinite(number):
-            raise Diverged(f"the loss is {number}; {first_bad(x, self.layout)}")
-        return Evaluated(one_vector(found, x, self.layout), number, detached(outputs))
+        with blamed(x, self.layout):
+            return ModulePass(self, x, call(self.module, inputs))
 
     def outputs(self, x: Tensor, inputs: Tree) -> Tree:
         self.values.copy_(x)
@@ -132,8 +151,55 @@ class ModuleTask:
             return call(self.module, inputs)
 
     def value(self, x: Tensor, batch: Batch) -> Value:
-        inputs, targets, given = Batch(*batch)
-        return float(self.loss(self.outputs(x, inputs), targets, *given))
+        return self.loss_of(self.outputs(x, batch[0]), batch)
+
+    def loss_of(self, outputs: Tree, batch: Batch) -> Value:
+        _, targets, given = Batch(*batch)
+        return float(self.loss(outputs, targets, *given))
+
+
+@dataclass(frozen=True, eq=False)
+class ModulePass:
+    """A pass of a `ModuleTask`; said: with its graph, which holds until the task's buffers are written anew."""
+
+    task: ModuleTask
+    x: Tensor
+    said: Tree
+
+    @property
+    def outputs(self) -> Tree:
+        return detached(self.said)
+
+    def gradient(
+        self,
+        batch: Batch,
+        slots: Sequence[Slot] | None = None,
+        *,
+        loss: Loss | None = None,
+        given: Sequence[Tensor] = (),
+    ) -> Evaluated:
+        _, targets, more = Batch(*batch)
+        task, layout = self.task, self.task.layout
+        with blamed(self.x, layout, self.said):
+            value = (loss or task.loss)(self.said, targets, *given, *more)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise NoScalar(value)
+        found = gradients(value, task.parameters, layout.slots if slots is None else slots)
+        number = value.item()
+        if not math.isfinite(number):
+            raise Diverged(f"the loss is {number}; {first_bad(self.x, layout)}")
+        return Evaluated(one_vector(found, self.x, layout), number, self.outputs)
+
+
+@contextmanager
+def blamed(x: Tensor, layout: Layout, outputs: Tree | None = None) -> Iterator[None]:
+    """Some losses and networks refuse what is not a number: that is a client that diverged, not a mistake."""
+    try:
+        yield
+    except Exception as e:
+        if is_finite(x) and is_finite(outputs):
+            raise
+        raise Diverged(f"{str(e).splitlines()[0]}; {first_bad(x, layout)}") from e
 
 
 class NoScalar(UserError):

@@ -140,6 +140,37 @@ def resnet32(channels: int = 3, classes: int = 10) -> nn.Module:
     return _ResNet(5, channels, classes)
 
 
+def _separable(conv: type[nn.Module], norm: type[nn.Module], before: int, after: int, stride: int) -> list[nn.Module]:
+    """A depthwise 3-tap convolution, then a pointwise one, each with BatchNorm and ReLU (Howard et al., 2017)."""
+    depthwise = conv(before, before, 3, stride=stride, padding=1, groups=before, bias=False)
+    return [depthwise, norm(before), nn.ReLU(), conv(before, after, 1, bias=False), norm(after), nn.ReLU()]
+
+
+def mobilenet(channels: int = 3, classes: int = 10) -> nn.Module:
+    """Small images by depthwise convolutions: conv3x3x16, five separable blocks up to 128, mean, fc."""
+    widths = [(16, 32, 2), (32, 64, 1), (64, 64, 2), (64, 128, 1), (128, 128, 1)]
+    layers: list[nn.Module] = [nn.Conv2d(channels, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    for before, after, stride in widths:
+        layers += _separable(nn.Conv2d, nn.BatchNorm2d, before, after, stride)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes))
+
+
+def mobilenet1d(channels: int = 8, classes: int = 10) -> nn.Module:
+    """Signals by depthwise convolutions: conv5x32, three separable blocks up to 96, mean, fc."""
+    layers: list[nn.Module] = [nn.Conv1d(channels, 32, 5, padding=2, bias=False), nn.BatchNorm1d(32), nn.ReLU()]
+    for before, after, stride in [(32, 48, 2), (48, 96, 2), (96, 96, 1)]:
+        layers += _separable(nn.Conv1d, nn.BatchNorm1d, before, after, stride)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(96, classes))
+
+
+def tcn(channels: int = 8, classes: int = 10) -> nn.Module:
+    """Signals by dilated convolutions (1, 2, 4, 8) of 32 channels, mean, fc: small, and without BatchNorm."""
+    layers: list[nn.Module] = []
+    for before, dilation in [(channels, 1), (32, 2), (32, 4), (32, 8)]:
+        layers += [nn.Conv1d(before, 32, 3, padding=dilation, dilation=dilation), nn.ReLU()]
+    return _he(*layers, nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(32, classes))
+
+
 def cnn1d(channels: int = 8, length: int = 52, classes: int = 10) -> nn.Module:
     """Five layers for signals (channels, length): conv5x32, pool, conv5x64, pool, conv3x64, fc64, fc."""
     return _he(
@@ -200,6 +231,7 @@ _SIZES = {"digits_cnn": (8,), "small_cnn": (28, 32), "cnn5": (32,)}  # of images
 _ANY = {"mlp"}  # takes inputs of any shape
 _TAKES = {"cnn1d": ("signals (channels, length)", 2), "lstm": ("tokens (length,)", 1)}
 _TAKES["transformer"] = _TAKES["lstm"]
+_TAKES["mobilenet1d"] = _TAKES["tcn"] = _TAKES["cnn1d"]
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -233,9 +265,24 @@ def _(shape: tuple[int, ...], classes: int) -> nn.Module:
     return resnet32(shape[0], classes)
 
 
+@networks.register("mobilenet", about="depthwise convolutions and BatchNorm, small images, 37,162 parameters")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return mobilenet(shape[0], classes)
+
+
 @networks.register("cnn1d", about="5-layer CNN for signals (channels, length)")
 def _(shape: tuple[int, ...], classes: int) -> nn.Module:
     return cnn1d(shape[0], shape[1], classes)
+
+
+@networks.register("mobilenet1d", about="depthwise convolutions and BatchNorm for signals (channels, length)")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return mobilenet1d(shape[0], classes)
+
+
+@networks.register("tcn", about="4 dilated convolutions for signals (channels, length)")
+def _(shape: tuple[int, ...], classes: int) -> nn.Module:
+    return tcn(shape[0], classes)
 
 
 @networks.register("lstm", about="2-layer LSTM for text; classes: the vocabulary")

@@ -13,6 +13,10 @@ What a class may say of its method beside these, with the default in brackets:
     keeps_state  whether a client's next round depends on its last one                         [True]
     sends        whether anything leaves a client                                              [True]
     any_network  whether x may be of another network than w                                    [False]
+    row_per_network
+                 whether x is averaged, too, over the clients of its network: its uploads end
+                 with x, and what it receives with the mean (zeros: there is none yet)         [False]
+    labels_only  whether outputs must be logits of classes                                     [False]
     models       how many of the rows are models, the first ones; the server averages others   [all]
     tie(time)    lambda_p, the pull between x and w, for diagnostics                           [0]
     adapt(state, problem, batches, clock) -> state
@@ -113,6 +117,16 @@ def models_of(method: Method, rows: int) -> int:
 
 def any_network(method: Method) -> bool:
     return getattr(method, "any_network", False)
+
+
+def row_per_network(method: Method) -> bool:
+    return getattr(method, "row_per_network", False)
+
+
+def labels_only(method: Method) -> bool:
+    """Of the method, or of its quantizer."""
+    parts = (method, getattr(method, "quantizer", None))
+    return any(getattr(part, "labels_only", False) for part in parts)
 
 
 def quantizer_of(method: Method) -> str:

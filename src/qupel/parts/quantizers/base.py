@@ -23,7 +23,7 @@ from qupel.core.layout import Layout
 from qupel.core.quantize import assign, center_gradient, counts
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, State
-from qupel.tasks.task import Batch, Task
+from qupel.tasks.task import Batch, Task, Tree
 from qupel.util.registry import Registry
 
 quantizers: Registry[type[Quantizer]] = Registry("quantizer", "qupel.parts.quantizers")
@@ -33,12 +33,13 @@ quantizers: Registry[type[Quantizer]] = Registry("quantizer", "qupel.parts.quant
 class Descent:
     """What was found at x: the gradient for the x step (..., d), which the method may write into; the losses seen on
     the way; and, where the quantizer wants them again after the step, each weight's center and the gradients of the
-    levels (..., m), a layer each."""
+    levels (..., m), a layer each. said: the network's outputs at x, where they teach what comes (`taught`)."""
 
     gradient: Tensor
     info: Info
     codes: Codes = ()
     levels: tuple[Tensor, ...] = ()
+    said: Tree | None = None
 
 
 class Quantizer(Protocol):
