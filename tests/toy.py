@@ -178,7 +178,7 @@ def exact_center(mu, xs, kappa):
 
 def every(registry: Registry) -> list[Any]:
     """One of each registered part, with its defaults where it has them."""
-    return [next(iter(examples(entry.part))) for entry in registry.all().values()]
+    return [plain(entry.part) for entry in registry.all().values()]
 
 
 def cover(firsts: Sequence[T], seconds: Sequence[U]) -> list[tuple[T, U]]:
@@ -195,10 +195,14 @@ def name(part: Any) -> str:
 @cache
 def examples(cls: type) -> tuple[Any, ...]:
     """Instances of a dataclass: its defaults, then each of its fields at other values of the field's type."""
-    hints = get_type_hints(cls)
+    first = plain(cls)
+    return first, *_variants(first, get_type_hints(cls))
+
+
+def plain(cls: type) -> Any:
+    """An instance of a dataclass with its defaults."""
     needed = [f for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING]
-    first = cls(**{f.name: next(_values(hints[f.name])) for f in needed})
-    return first, *_variants(first, hints)
+    return cls(**{f.name: next(_values(get_type_hints(cls)[f.name])) for f in needed})
 
 
 def _variants(first: Any, hints: dict[str, Any]) -> Iterator[Any]:
