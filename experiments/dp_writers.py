@@ -1,8 +1,8 @@
 """MNIST by writer with central differential privacy: accuracy at epsilon 2, 4, 8 and without noise.
 
-python experiments/dp_writers.py        # writes docs/results/dp_writers.md and dp_writers.json; some minutes on two cores
+python experiments/dp_writers.py        # writes docs/results/dp_writers.md and dp_writers.json; some ten minutes
 
-Clip and rounds are chosen for each epsilon on the writers' validation data, with one seed; test data are looked at once.
+Clip and rounds are chosen for each epsilon on the writers' validation data, with one seed; test data are seen once.
 """
 
 import argparse
@@ -48,7 +48,9 @@ CLIPS = (0.1, 0.3, 1.0)
 ROUNDS = (60, 120)
 
 
-def one(epsilon: float | None, clip: float | None, rounds: int, seed: int, blind: bool, writers: int | None) -> dict[str, Any]:
+def one(
+    epsilon: float | None, clip: float | None, rounds: int, seed: int, blind: bool, writers: int | None
+) -> dict[str, Any]:
     """A run: its score on validation data, or on test data where these may be seen, and what it cost."""
     more = [f"rounds={rounds}", f"evaluate_every={rounds}", f"split.blind={str(blind).lower()}"]
     more += [f"data.args={{writers={writers}}}"] if writers else []
@@ -98,8 +100,9 @@ def main() -> None:
 `python experiments/dp_writers.py`: {options.writers or 539} writers are the clients; each takes part in a round with
 probability 0.1, by its own draw (`sampling = "poisson"`), makes 10 steps, and its move is clipped; the server adds the
 noise (`privacy.kind = "central"`). One shared model, an MLP with 32 hidden units, at full precision. Epsilon is of all
-rounds together at delta = {DELTA:g}, for a writer with all of its digits, one writer more or less, against those who see
-every w but not who was drawn. Test accuracy, mean over writers, {options.seeds} seeds ± std.
+rounds together at delta = {DELTA:g}, for a writer with all of its digits, one writer more or less, against those who
+see every w but not who was drawn ([what it means](../privacy.md)). Test accuracy, mean over writers, {options.seeds}
+seeds ± std.
 
 {chr(10).join(table(found))}
 

@@ -122,6 +122,23 @@ def table(found: dict[str, dict[str, list[float | None]]]) -> Iterator[str]:
         yield f"| {label} | {alone} | {' | '.join(map(said, values.values()))} |"
 
 
+def page(found: dict[str, dict[str, list[float | None]]], rounds: int, seeds: int) -> str:
+    return f"""# Servers under attack
+
+`python experiments/robust.py`: digits, an MLP, FedAvg, {CLIENTS} clients with equal shares of the data, {rounds}
+rounds of 10 steps, {seeds} seeds. 10 or 30 % of the clients attack in every round: *sign flip* sends w minus its move,
+*x 100* w plus a hundred times its move, *label flip* trains honestly on labels c -> 9 - c. Test accuracy of the shared
+model at the honest clients after the last round, %, mean ± std over seeds; "lost": its numbers were not finite. The
+guard (`upload_bound`) is off, so that the servers alone are seen. Trimmed mean cuts 30 % at each end, multi-Krum takes
+30 % to be bad, whether they are or not; the norm bound is the median of the round's lengths.
+
+{chr(10).join(table(found))}
+
+A server that needs more than the sum of the uploads cannot be had with secure aggregation. A norm bound can, if clients
+bound their own moves (`server = "private"` with a clip and no noise): then it is as good as the clients' word.
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
@@ -137,21 +154,7 @@ def main() -> None:
             scores = measure(server, name, share, options.seeds, options.rounds)
             found.setdefault(label, {})[column] = scores
             print(label, column, said(scores), flush=True)
-    text = f"""# Servers under attack
-
-`python experiments/robust.py`: digits, an MLP, FedAvg, {CLIENTS} clients with equal shares of the data, {options.rounds}
-rounds of 10 steps, {options.seeds} seeds. 10 or 30 % of the clients attack in every round: *sign flip* sends w minus its
-move, *x 100* a hundred times its move, *label flip* trains honestly on labels c -> 9 - c. Test accuracy of the shared
-model at the honest clients after the last round, %, mean ± std over seeds; "lost": its numbers were not finite. The guard
-(`upload_bound`) is off, so that the servers alone are seen. Trimmed mean cuts 30 % at each end, multi-Krum takes 30 % to
-be bad, whether they are or not; the norm bound is the median of the round's lengths.
-
-{chr(10).join(table(found))}
-
-A server that needs more than the sum of the uploads cannot be had with secure aggregation. A norm bound can, if clients
-bound their own moves (`server = "private"` with a clip and no noise): then it is as good as the clients' word.
-"""
-    write_atomic(options.to / "robust.md", text)
+    write_atomic(options.to / "robust.md", page(found, options.rounds, options.seeds))
     write_atomic(options.to / "robust.json", json.dumps(found, indent=1) + "\n")
 
 

@@ -22,7 +22,17 @@ KINDS = ("methods", "quantizers", "servers", "codecs")
 # of the parts, what an engine may know: what a part is, and the server that phases have by default
 KNOWN_TO_ENGINES = {"parts", "parts.base", "parts.phase", "parts.prior", "parts.servers.mean"}
 KNOWN_TO_ENGINES |= {f"parts.{kind}{end}" for kind in KINDS for end in ("", ".base")}
-OPTIONAL = ("onnx", "onnxruntime", "onnxscript", "coremltools", "datasets", "flwr", "zstandard", "tensorboard", "dp_accounting")
+OPTIONAL = (
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "coremltools",
+    "datasets",
+    "flwr",
+    "zstandard",
+    "tensorboard",
+    "dp_accounting",
+)
 DOORS = {"", "__main__"}  # the package's own front doors stand outside
 FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 400  # of a file
