@@ -45,13 +45,13 @@ def one_thread():
 
 
 class Slow(Direct):
-    """A post whose client 2 answers a question to train only when `others` more such answers were given after it came;
-    client 1 waits for client 0's. So it is known who is how late."""
+    """A post whose client 2 answers a question to train only when `others` more such answers were given since it
+    came."""
 
     def __init__(self, paths, others=3, **options):
         super().__init__(paths, **options)
         self.others, self.given = others, 0
-        self.turn = threading.Condition()
+        self.turn, self.worker = threading.Condition(), threading.Lock()
 
     def ask(self, header, body, clients, seconds):
         if header["kind"] != "train":
@@ -61,7 +61,8 @@ class Slow(Direct):
         with self.turn:
             self.asked.append(("train", header["round"], client))
             due = self.given + (self.others if client == 2 else 0)
-            self.turn.wait_for(lambda: self.given >= due, timeout=20)
+            self.turn.wait_for(lambda: self.given >= due, timeout=60)
+        with self.worker:  # a client has one
             reply = Reply(client, *self.clients[client].answer(header, body))
         yield from self.twist(client, header, reply)
         with self.turn:
@@ -130,8 +131,6 @@ def test_a_killed_run_loses_no_upload_and_counts_none_twice(tmp_path, at, monkey
         return real(self, reply, client, at_round, sent, round, w)
 
     monkeypatch.setattr(Late, "_read", read)
-    for client in post.clients:
-        client.real_job = client._job
 
     def watch(client):
         real_job = client._job
@@ -155,8 +154,9 @@ def test_a_killed_run_loses_no_upload_and_counts_none_twice(tmp_path, at, monkey
     done = int(saved[-1].name[-6:]) if saved else 0
     kept = [c for c in counted if c[2] < done]  # what is in the checkpoint
     counted.clear()
-    post.turn = threading.Condition()  # what the dead server's threads wait for is nobody's
-    post.given = 10**6
+    with post.turn:  # from here on nobody is slow
+        post.given = 10**6
+        post.turn.notify_all()
     finished = conduct(run_folder, post)
     both = [(client, asked) for client, asked, _ in kept + counted]
     assert len(both) == len(set(both)) == 2 * 6  # six rounds of two, none twice
