@@ -64,10 +64,10 @@ class Slow(Direct):
             self.turn.wait_for(lambda: self.given >= due, timeout=60)
         with self.worker:  # a client has one
             reply = Reply(client, *self.clients[client].answer(header, body))
-        yield from self.twist(client, header, reply)
         with self.turn:
             self.given += 1
             self.turn.notify_all()
+        yield from self.twist(client, header, reply)
 
 
 def told(folder):

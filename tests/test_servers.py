@@ -319,7 +319,7 @@ def test_a_server_that_says_so_needs_no_more_than_the_sum(server):
     """Two uploads, or their mean twice: the same to it. The others tell them apart."""
     w, (a, b, c) = (vectors(7),), (vectors(7, seed=k) for k in (1, 2, 3))
     apart = [Upload((row,)) for row in (a, b, c)]
-    middle = [Upload(((a.double() + b.double() + c.double()) / 3,))] * 3
+    middle = [Upload((((a.double() + b.double() + c.double()) / 3).float(),))] * 3
     found = [server_round(server, w, server.start(w), uploads, [1.0] * 3)[0][0] for uploads in (apart, middle)]
     assert torch.allclose(*found, rtol=1e-5, atol=1e-6) == sums(server)
 

@@ -271,19 +271,18 @@ def one_round(
         share = 1.0 if cover and d.client >= 0 else share  # but for a sum of several, nobody counts for more
         so_far = phase.server.add(so_far, upload.part(slice(models)), share)
         beside = add(beside, upload.part(slice(models, None)), share) if others else None
-    if cover:  # before anyone sees anything of the sum
-        came = [d.client for d in done if not d.fault and d.client >= 0]
-        rng = ledger.pay(round, cover, came, (so_far, beside)) if ledger else noise_of(job, round)
-        so_far = cover.cover(so_far, sent[:models], rng)
-        beside = cover.cover(beside, others, rng) if others else None
-    new = model
-    if so_far is not None:
-        rows, memory = phase.server.finish(kept, so_far, model.memory)
-        new = Shared((*rows, *(beside.mean(others) if beside else ())), memory)
     refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
     hint = "try a smaller eta1 (or eta2 for the centers), a smaller lambda, or clip the center gradient"
     if refused and job.on_bad_upload == "stop":
         raise Failed(f"{refused[0]}. {hint}")
+    if cover and (so_far or not done):  # before anyone sees anything of the sum; of nobody asked there is noise, too
+        came = [d.client for d in done if not d.fault and d.client >= 0]
+        rng = ledger.pay(round, cover, came, (so_far, beside)) if ledger else noise_of(job, round)
+        so_far, beside = cover.cover(so_far, sent[:models], rng), cover.cover(beside, others, rng)
+    new = model
+    if so_far is not None:
+        rows, memory = phase.server.finish(kept, so_far, model.memory)
+        new = Shared((*rows, *(beside.mean(others) if beside else ())), memory)
     fault = guard.too_far(vector(new.w), job.name)
     if refused and len(refused) == len(done):
         raise AllRefused(f"{refused[0]}. {hint}", refused)
