@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -57,18 +57,18 @@ def private_part(phase: Phase) -> Covering | None:
     return covering(phase.server) if sends(phase.method) else None
 
 
-def planned(job: Job) -> Releases:
-    """What the whole job will tell; with local noise, of the client that takes part most."""
+def planned(job: Job, but: Collection[int] = ()) -> Releases:
+    """What the whole job tells, but for some of its rounds; with local noise, of the client that takes part most."""
     counts: Counter[Release] = Counter()
     first = 0
     for phase in job.phases:
         if cover := private_part(phase):
-            rounds = range(first, first + phase.rounds)
+            rounds = [round for round in range(first, first + phase.rounds) if round not in but]
             if cover.kind == "local":
                 took_part = Counter(client for round in rounds for client in job.cohort(round))
                 counts[release_of(job, cover)] += max(took_part.values(), default=0)
             else:
-                counts[release_of(job, cover)] += phase.rounds
+                counts[release_of(job, cover)] += len(rounds)
         first += phase.rounds
     return counts
 
@@ -120,10 +120,8 @@ class Ledger:
             )
         if self.budget.epsilon is None:
             return
-        own = self._made(self.run)
-        rest = Counter(self.plan)
-        rest.subtract(own)
-        whole = self.cost(Counter(own) + +rest)
+        rest = planned(self.job, {int(round) for round in paid})
+        whole = self.cost(Counter(self._made(self.run)) + Counter(rest))
         if whole > self.budget.epsilon * SLACK:
             others = self.cost(Counter()) if len(self.known["runs"]) > 1 else 0.0
             before = f", {others:.3g} of it by other runs" if others else ""

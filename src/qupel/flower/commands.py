@@ -264,15 +264,11 @@ def run(
     more = [f"privacy.{key}={value}" for key, value in private.items() if value is not None]
     parsed = _counted(configs.load(config, [*(set or []), *more]), federation)
     chosen = one_cell(parsed, cell)
-    check_told(parsed)
     codecs.build(upload, "--upload")
     least = minimum or max(1, federation.clients - len(federation.revoked()))
     late = buffer if mode == "async" else 0
     terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, late)
-    if late and parsed.privacy is not None:
-        raise UserError(
-            "--mode async: what asynchronous rounds cost of privacy is not counted here; leave one of them out"
-        )
+    check_told(parsed, terms)
     if resume and name is None:
         raise UserError("--resume needs --name, that of the run to go on with")
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"

@@ -290,8 +290,10 @@ def nothing(shape: tuple[int, ...], classes: int) -> Dataset:
     return Dataset("the clients' own", none, none, classes)
 
 
-def check_told(config: Config) -> None:
+def check_told(config: Config, terms: Terms | None = None) -> None:
     """Clients tell a closed list of things, and are told another: what a run needs beyond cannot be had."""
+    if terms and terms.buffer and config.privacy is not None:
+        raise UserError("privacy: what it costs in asynchronous rounds is not counted; leave out one of the two")
     if config.diagnostics != "off":
         raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
     if config.model.start is not None:
@@ -303,7 +305,7 @@ def check_told(config: Config) -> None:
 def open_fleet(folder: Path, post: Post) -> Fleet:
     """The fleet of a run folder, with the answers of its first greeting; every opening counts as an attempt."""
     request = Request.read(folder)
-    check_told(request.config)
+    check_told(request.config, request.terms)
     counted = folder / "attempt.json"
     attempt = 1 + (json.loads(counted.read_text()) if counted.exists() else 0)
     write_json(counted, attempt)
