@@ -385,8 +385,8 @@ def test_noise_or_a_target_is_needed():
         configs.parse(CONFIG.replace("noise = 3", ""), "test")
 
 
-# Imports once, then runs the command again and again in forked children, each killed at a random moment after the ledger
-# has grown by some rounds; then once to its end.
+# Imports once, then runs the command again and again in forked children, each killed at a random moment after the
+# ledger has grown by some rounds; then once to its end.
 KILLER = """
 import json, os, random, signal, sys, time
 import torch
