@@ -344,7 +344,7 @@ test_per_client = 4
 clip = 0.5
 noise = 3
 [methods.QuPeL]
-recipe = "qupel"
+recipe = "qupel-prox"
 warmup = 0.5
 init = "quantile"
 """
