@@ -68,7 +68,8 @@ def notebook(path: Path) -> str:
 def all_keys() -> Iterator[tuple[str, Any]]:
     """(key, pydantic's field) of everything a config can say."""
     for name, field in Config.model_fields.items():
-        table = MethodConfig if name == "methods" else field.annotation
+        choices = get_args(field.annotation) or (field.annotation,)  # a table, or none
+        table = MethodConfig if name == "methods" else choices[0]
         if isinstance(table, type) and issubclass(table, BaseModel):
             prefix = "methods.LABEL" if name == "methods" else name
             yield from ((f"{prefix}.{key}", inner) for key, inner in table.model_fields.items())

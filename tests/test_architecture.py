@@ -22,7 +22,17 @@ KINDS = ("methods", "quantizers", "servers", "codecs")
 # of the parts, what an engine may know: what a part is, and the server that phases have by default
 KNOWN_TO_ENGINES = {"parts", "parts.base", "parts.phase", "parts.prior", "parts.servers.mean"}
 KNOWN_TO_ENGINES |= {f"parts.{kind}{end}" for kind in KINDS for end in ("", ".base")}
-OPTIONAL = ("onnx", "onnxruntime", "onnxscript", "coremltools", "datasets", "flwr", "zstandard", "tensorboard")
+OPTIONAL = (
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
+    "coremltools",
+    "datasets",
+    "flwr",
+    "zstandard",
+    "tensorboard",
+    "dp_accounting",
+)
 DOORS = {"", "__main__"}  # the package's own front doors stand outside
 FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 400  # of a file
@@ -161,7 +171,7 @@ def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     declared = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
     named = {re.match(r"[\w-]+", d)[0].lower() for d in declared}
-    of = {"sklearn": "scikit-learn", "PIL": "pillow"}
+    of = {"sklearn": "scikit-learn", "PIL": "pillow", "dp_accounting": "dp-accounting"}
     for path in FILES:
         for module, _ in imports(path):
             top = module.split(".")[0]

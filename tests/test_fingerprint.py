@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from qupel.core.codebook import Plan
 from qupel.data.batches import Transform
+from qupel.engine.accounting import Budget
 from qupel.engine.fingerprint import of_job
 from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods.fedavg import FedAvg
@@ -150,6 +151,9 @@ CHANGES = {
     "batch": 5,
     "epoch_steps": 7,
     "sample": 0.5,
+    "sampling": "poisson",
+    "budget": Budget(1e-5),
+    "secret": 1,
     "weighted": True,
     "evaluate_every": 3,
     "evaluate_sample": 0.5,

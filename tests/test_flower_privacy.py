@@ -223,3 +223,75 @@ def test_no_job_can_take_the_ledgers_name(tmp_path, question):
 def test_caps_below_one_round_are_a_mistake(tmp_path):
     with pytest.raises(UserError, match="one round costs"):
         private(tmp_path, "max_epsilon = 0.05\n")
+
+
+# --- the config's own [privacy]: noise on the sum ---
+
+CENTRAL = bench.config().replace('recipe = "qupel"', 'recipe = "qupel-prox"')
+CENTRAL = CENTRAL.replace("[model]", "[privacy]\nclip = 0.05\nnoise = {noise}\n{more}[model]", 1)
+
+
+def central(noise=2.0, more=""):
+    return CENTRAL.format(noise=noise, more=more)
+
+
+def rounds_paid(folder):
+    (run,) = json.loads((folder / "privacy.json").read_text())["runs"].values()
+    return {int(r): len(sums) for r, sums in run["rounds"].items()}, run
+
+
+def test_clients_clip_and_the_server_adds_noise_that_no_seed_tells(tmp_path):
+    """Every upload is within the clip of its w; two runs of one seed differ; clients are told the clip, no more."""
+    pytest.importorskip("dp_accounting")
+    ends, moves = [], []
+    for name in ("a", "b"):
+        post = Direct(bench.clients(tmp_path / name))
+        real = post.ask
+
+        def ask(header, body, clients, seconds, real=real):
+            for reply in real(header, body, clients, seconds):
+                if header["kind"] == "train":
+                    upload, w = (np.frombuffer(b, np.float32) for b in (reply.body, body))
+                    moves.append(float(np.linalg.norm(upload - w)))
+                yield reply
+
+        post.ask = ask
+        ends.append(bench.final_w(conduct_in(tmp_path / name, post)))
+        told = post.headers[-1]["task"]["phases"][0]["server"]
+        assert (told["name"], told["clip"], told["server"]) == ("private", 0.05, None)
+    assert max(moves) <= 0.05 * (1 + 1e-3)
+    assert not torch.equal(*ends)
+    paid, run = rounds_paid(tmp_path / "a" / "run")
+    assert paid == dict.fromkeys(range(5), 1)
+    assert run["clients"] == {str(i): [5] for i in range(3)}
+    lines = [json.loads(text) for text in (tmp_path / "a" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["privacy"]["epsilon"] < lines[-1]["privacy"]["epsilon"]
+    assert (tmp_path / "a" / "run" / "noise.key").stat().st_mode & 0o77 == 0
+
+
+def conduct_in(folder, post, **options):
+    target = folder / "run"
+    conduct(target if target.exists() else bench.request(target, central()), post, **options)
+    return target
+
+
+def test_a_server_killed_after_paying_pays_no_second_time(tmp_path):
+    """Between the sum and the checkpoint; clients give their kept answers, so the sum and its noise are the same."""
+    pytest.importorskip("dp_accounting")
+    post = Direct(bench.clients(tmp_path))
+    counts = []
+
+    def stop():
+        counts.append(1)
+        if len(counts) in {2, 4}:
+            raise KeyboardInterrupt
+        return False
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            conduct_in(tmp_path, post, should_stop=stop)
+    assert rounds_paid(tmp_path / "run")[0] == dict.fromkeys(range(3), 1)
+    conduct_in(tmp_path, post)
+    paid, run = rounds_paid(tmp_path / "run")
+    assert paid == dict.fromkeys(range(5), 1)
+    assert run["clients"] == {str(i): [5] for i in range(3)}

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from qupel.parts.base import Upload
-from qupel.parts.servers import Sum, add, servers
+from qupel.parts.servers import Sum, add, servers, sums
 from qupel.parts.servers.fedadagrad import FedAdagrad
 from qupel.parts.servers.fedadam import FedAdam
 from qupel.parts.servers.fedavgm import FedAvgM
 from qupel.parts.servers.fedyogi import FedYogi
+from qupel.parts.servers.krum import Krum
 from qupel.parts.servers.mean import Mean
 from qupel.parts.servers.median import Median
 from qupel.parts.servers.normbound import NormBound
@@ -272,7 +273,55 @@ def test_a_bound_of_nothing_is_refused():
         NormBound(0.0)
 
 
+def krum_by_hand(rows, bad, keep):
+    """Scores as the paper has them, one upload after the other."""
+    points = [r.numpy().astype(np.float64) for r in rows]
+    f = int(np.ceil(bad * len(points) - 1e-9))
+    scores = []
+    for i, a in enumerate(points):
+        apart = sorted(float(((a - b) ** 2).sum()) for j, b in enumerate(points) if j != i)
+        scores.append(sum(apart[: max(1, len(points) - f - 2)]))
+    best = sorted(range(len(points)), key=lambda i: scores[i])[: keep or len(points) - f]
+    return np.mean([points[i] for i in best], axis=0)
+
+
+@pytest.mark.parametrize(("bad", "keep"), [(0.3, None), (0.3, 1), (0.0, None), (0.1, 4)])
+def test_krum_by_hand(bad, keep):
+    """Whatever the shares; with nobody bad it is the mean."""
+    rows = [vectors(9, seed=k) for k in range(10)]
+    uploads = [Upload((r,)) for r in rows]
+    (found,), _ = server_round(Krum(bad, keep), (torch.zeros(9),), (), uploads, [1.0 + k for k in range(10)])
+    np.testing.assert_allclose(found.numpy(), krum_by_hand(rows, bad, keep), rtol=1e-6, atol=1e-7)
+    if bad == 0:
+        torch.testing.assert_close(found, mean(rows, [1.0] * 10))
+
+
+@pytest.mark.parametrize("wild", [1e15, -50.0])
+def test_krum_leaves_out_those_who_stand_apart(wild):
+    """Three of ten send the same far vector, and none of them counts."""
+    honest = [0.1 * vectors(9, seed=k) for k in range(7)]
+    uploads = [Upload((r,)) for r in (*honest, *[torch.full((9,), wild)] * 3)]
+    (found,), _ = server_round(Krum(0.3), (torch.zeros(9),), (), uploads, [1.0] * 10)
+    torch.testing.assert_close(found, mean(honest, [1.0] * 7))
+
+
+@pytest.mark.parametrize(("settings", "said"), [({"bad": 0.5}, "bad"), ({"keep": 0}, "keep")])
+def test_a_krum_of_nobody_is_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        Krum(**settings)
+
+
 # --- every server ---
+
+
+@pytest.mark.parametrize("server", every(servers), ids=name)
+def test_a_server_that_says_so_needs_no_more_than_the_sum(server):
+    """Two uploads, or their mean twice: the same to it. The others tell them apart."""
+    w, (a, b, c) = (vectors(7),), (vectors(7, seed=k) for k in (1, 2, 3))
+    apart = [Upload((row,)) for row in (a, b, c)]
+    middle = [Upload((((a.double() + b.double() + c.double()) / 3).float(),))] * 3
+    found = [server_round(server, w, server.start(w), uploads, [1.0] * 3)[0][0] for uploads in (apart, middle)]
+    assert torch.allclose(*found, rtol=1e-5, atol=1e-6) == sums(server)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

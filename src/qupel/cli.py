@@ -69,6 +69,9 @@ Vectorize = Annotated[
     typer.Option(help="train clients in stacks; auto: where a quick measurement says that it pays (the default)"),
 ]
 
+TargetEpsilon = flower.TargetEpsilon
+Delta = flower.Delta
+
 DEMO = """
 seeds = [0, 1, 2, 3, 4]
 bits = [2, 3]
@@ -137,9 +140,12 @@ def run(
     diagnostics: Diagnostics = None,
     vectorize: Vectorize = None,
     other_versions: OtherVersions = False,
+    target_epsilon: TargetEpsilon = None,
+    delta: Delta = None,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
-    given = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics, "vectorize": vectorize}
+    given: dict[str, Any] = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics, "vectorize": vectorize}
+    given |= {"privacy.target_epsilon": target_epsilon, "privacy.delta": delta}
     overrides = [*(set or []), *(f"{key}={value}" for key, value in given.items() if value)]
     with _crew(engine, workers, rank_timeout, config) as (workers, start):
         where = (device, tensorboard, other_versions)

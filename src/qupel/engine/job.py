@@ -19,6 +19,7 @@ from qupel.data.batches import Transform, chunks, generator
 from qupel.data.partition import Part
 from qupel.data.scale import scale_of, unit_of
 from qupel.data.sources import Dataset, kind_in_words
+from qupel.engine.accounting import Budget
 from qupel.parts.base import State
 from qupel.parts.methods import Method
 from qupel.parts.methods.base import row_per_network
@@ -81,6 +82,7 @@ class Job:
     batch: int = 50
     epoch_steps: float = 0  # of a client; 0: those that one with the median number of samples needs to see each once
     sample: float = 1.0  # share of the clients that take part in a round
+    sampling: Literal["fixed", "poisson"] = "fixed"  # exactly so many, or each by its own draw
     weighted: bool = False  # server mean weighted by training samples
     evaluate_every: int = 10  # rounds; the last round of a phase is always evaluated
     evaluate_sample: float = 1.0  # share of the clients that are judged; at the end of a phase all are
@@ -95,6 +97,8 @@ class Job:
     network: Sequence[str] = ()
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # beside loss and accuracy
     judge_by: str = ""  # what the score of a client is: a metric, "accuracy" or "loss"; accuracy where there are labels
+    budget: Budget | None = None  # what its private phases may cost (`engine.ledger`)
+    secret: int = 0  # 128 bits that nobody else knows, for noise and cohorts in place of the seed; 0: the seed
     stacked: bool = False  # clients of a process are trained in stacks (`engine.stack`), not one by one
 
     def __post_init__(self) -> None:
@@ -187,7 +191,7 @@ class Job:
     @cached_property
     def participation(self) -> float:
         """The share of the rounds that a client is expected to take part in."""
-        return self._cohort_size / len(self.parts)
+        return self.sample if self.sampling == "poisson" else self._cohort_size / len(self.parts)
 
     @property
     def _cohort_size(self) -> int:
@@ -238,7 +242,16 @@ class Job:
         n = len(self.parts)
         if self.sample >= 1:
             return list(range(n))
-        return sorted(generator(self.seed, "cohort", round).choice(n, self._cohort_size, replace=False).tolist())
+        rng = self.drawn("cohort", round)
+        if self.sampling == "poisson":
+            return np.flatnonzero(rng.random(n) < self.sample).tolist()
+        return sorted(rng.choice(n, self._cohort_size, replace=False).tolist())
+
+    def drawn(self, purpose: str, *address: int) -> np.random.Generator:
+        """What is drawn for all clients: from the seed, or from what only the server knows."""
+        if not self.secret:
+            return generator(self.seed, purpose, *address)
+        return generator(self.secret % 2**64, purpose, self.secret >> 64, *address)
 
     def judged(self, round: int) -> Sequence[int]:
         """The clients that are judged after a round: the same at every look, so that rounds can be compared."""

@@ -18,6 +18,7 @@ from qupel.engine import scores
 from qupel.engine.checkpoint import Checkpoints, Since
 from qupel.engine.guard import Guard
 from qupel.engine.job import Job
+from qupel.engine.ledger import Ledger, noise_of, private_part
 from qupel.engine.shard import Judged, Trained
 from qupel.parts.base import Deployed, Rows, Upload, vector
 from qupel.parts.methods.base import methods, models_of, quantizer_of
@@ -98,6 +99,7 @@ def run(
     *,
     checkpoints: Checkpoints | None = None,
     begin: Begin | None = None,
+    ledger: Ledger | None = None,
     watch: Callable[[Progress], None] = lambda _: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Finished:
@@ -114,7 +116,9 @@ def run(
             start, w, memory, since, states, known, _ = found
         lines = checkpoints.lines(found, lines)
         scores.attach(checkpoints.log.parent, lines, len(job.parts))
-    guard = Guard(job.upload_bound, len(job.parts), checkpoints.keep if checkpoints else 1, known)
+    guard = Guard(bound_of(job), len(job.parts), checkpoints.keep if checkpoints else 1, known)
+    if ledger:
+        ledger.begin(start)
     if states is not None:
         engine.load(states)
     model = Shared(w, memory).to(initial.device)
@@ -124,7 +128,7 @@ def run(
         phase, within = job.locate(round)
         if within == 0:
             model = enter(job.phases[phase], model.w, job.rows_of(phase))
-        model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints)
+        model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints, ledger)
         drawn.update(job.cohort(round))
         if back:
             since.rolled_back.append(back)
@@ -147,6 +151,8 @@ def run(
                 )
             if since.rolled_back:
                 line["rolled_back"] = since.rolled_back
+            if ledger:
+                line["privacy"] = ledger.told(round)
             line["seconds"] = round_to(spent + time.monotonic() - began)
             since = Since()
             lines = [*map(scores.short, lines), line]
@@ -190,12 +196,18 @@ Round = tuple[Shared, dict[str, float], list[str], int, Moved]  # as `one_round`
 
 
 def guarded_round(
-    job: Job, engine: Engine, round: int, model: Shared, guard: Guard, checkpoints: Checkpoints | None
+    job: Job,
+    engine: Engine,
+    round: int,
+    model: Shared,
+    guard: Guard,
+    checkpoints: Checkpoints | None,
+    ledger: Ledger | None = None,
 ) -> tuple[*Round, dict[str, Any] | None]:
     """A round and, where it shows that w is ruined and someone may have done it, how far w and the clients' states went
     back. Rounds are counted on: a run ends, whatever is sent to it."""
     try:
-        done = one_round(job, engine, round, model, guard)
+        done = one_round(job, engine, round, model, guard, ledger)
         why = guard.exploded(done[1])
     except AllRefused as e:
         if not guard.outdated and not guard.suspects():
@@ -227,7 +239,14 @@ def guarded_round(
     return back_to, done[1], done[2], done[3], ([], vector(back_to.w), vector(back_to.w)), back
 
 
-def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard | None = None) -> Round:
+def bound_of(job: Job) -> float:
+    """No bound where noise is to hide a client: who is refused would depend on the others' data."""
+    return 0.0 if any(map(private_part, job.phases)) else job.upload_bound
+
+
+def one_round(
+    job: Job, engine: Engine, round: int, model: Shared, guard: Guard | None = None, ledger: Ledger | None = None
+) -> Round:
     """(new model, means of what clients told, who was refused and why, bytes a client sent, with diagnostics how far
     uploads moved).
 
@@ -237,7 +256,10 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
     kept, others = model.w[:models], model.w[models:]
     sent = (*phase.server.send(kept, model.memory), *others)
     start = vector(sent)
-    guard = guard or Guard(job.upload_bound, len(job.parts), 1)
+    guard = guard or Guard(bound_of(job), len(job.parts), 1)
+    cover = private_part(phase)
+    if ledger:
+        ledger.afford(round)
     guard.begin(round, job.locate(round)[0], start)
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
@@ -251,16 +273,22 @@ def one_round(job: Job, engine: Engine, round: int, model: Shared, guard: Guard 
         share = job.share(d.client) if d.share is None else d.share
         if job.diagnostics is not None:
             moved.append((share, job.diagnostics.apart(vector(d.upload.rows), start)))
-        so_far = phase.server.add(so_far, d.upload.part(slice(models)), share)
-        beside = add(beside, d.upload.part(slice(models, None)), share) if others else None
-    new = model
-    if so_far is not None:
-        rows, memory = phase.server.finish(kept, so_far, model.memory)
-        new = Shared((*rows, *(beside.mean(others) if beside else ())), memory)
+        upload = cover.bounded(d.upload, sent) if cover else d.upload
+        share = 1.0 if cover and d.client >= 0 else share  # but for a sum of several, nobody counts for more
+        so_far = phase.server.add(so_far, upload.part(slice(models)), share)
+        beside = add(beside, upload.part(slice(models, None)), share) if others else None
     refused = [f"{job.name(d.client)}: {d.fault}" for d in done if d.fault]
     hint = "try a smaller eta1 (or eta2 for the centers), a smaller lambda, or clip the center gradient"
     if refused and job.on_bad_upload == "stop":
         raise Failed(f"{refused[0]}. {hint}")
+    if cover and (so_far or not done):  # before anyone sees anything of the sum; of nobody asked there is noise, too
+        came = [d.client for d in done if not d.fault and d.client >= 0]
+        rng = ledger.pay(round, cover, came, (so_far, beside)) if ledger else noise_of(job, round)
+        so_far, beside = cover.cover(so_far, sent[:models], rng), cover.cover(beside, others, rng)
+    new = model
+    if so_far is not None:
+        rows, memory = phase.server.finish(kept, so_far, model.memory)
+        new = Shared((*rows, *(beside.mean(others) if beside else ())), memory)
     fault = guard.too_far(vector(new.w), job.name)
     if refused and len(refused) == len(done):
         raise AllRefused(f"{refused[0]}. {hint}", refused)

@@ -23,6 +23,7 @@ from qupel.data.batches import batch, chunks, generator, rows_of_steps
 from qupel.data.samples import Samples
 from qupel.engine.door import refuse_tokens
 from qupel.engine.job import Job
+from qupel.engine.ledger import noise_at, private_part
 from qupel.engine.store import DiskStore, Forms, MemoryStore, Store, restore, snapshot
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
@@ -67,6 +68,7 @@ class Shard:
     def __init__(self, job: Job, mine: Sequence[int], store: str = "memory", scratch: Path | None = None) -> None:
         self.job = job
         self.mine = tuple(mine)
+        self.noise: np.random.Generator | None = None  # of a client on a machine of its own, which tells no seed of it
         self.shown = shown_clients(job.plans)
         self.tasks: dict[tuple[str, str], Task] = {}  # by role and network, made when a client needs it
         self.judges: dict[str, Judge] = {}
@@ -210,7 +212,16 @@ class Shard:
                 fault = f"round {round + 1}, step {told.steps + 1}: {where}"
             if fault is None and keeps_state(method):
                 self.store.put(client, phase, state)
-            yield Trained(client, upload if fault is None else None, told.means(), fault)
+            yield Trained(
+                client, self.leaving(client, round, upload, w) if fault is None else None, told.means(), fault
+            )
+
+    def leaving(self, client: int, round: int, upload: Upload | None, w: Rows) -> Upload | None:
+        """An upload as it leaves the client: clipped, maybe with noise, where the server is a private one."""
+        cover = private_part(self.job.phases[self.job.locate(round)[0]])
+        if cover is None or upload is None:
+            return upload
+        return cover.leave(upload, w, self.noise or noise_at(self.job, client, round))
 
     def rows_of(self, client: int, round: int) -> np.ndarray:
         """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""

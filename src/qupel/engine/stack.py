@@ -112,7 +112,7 @@ class StackedShard(Shard):
             if fault is None and keeps:
                 self.store.put(client, phase, one_of(state, row))
             means = {name: sum(v[row] for v in steps) / len(steps) for name, steps in values.items()}
-            yield Trained(client, upload if fault is None else None, means, fault)
+            yield Trained(client, self.leaving(client, round, upload, w) if fault is None else None, means, fault)
 
     def batches(self, clients: Sequence[int], step: int, rows: np.ndarray) -> Batch:
         """The clients' batches of a step, rows (k, b) of the data set: inputs (k, b, ...), targets (k, b, ...)."""

@@ -203,6 +203,7 @@ class ClientJob(LateJob):
             raise UserError(f"client {own.client} in a job for {task.clients} clients, numbered from 0")
         super().__init__(own, task)
         self.shard = Shard(self.job, [self.client])
+        self.shard.noise = np.random.default_rng()  # from the machine's entropy: the server knows the job's seed
         self.generations = Generations(self.folder, self.shard)
         self.ledger = Ledger(own.state, own.privacy) if own.privacy else None
 
@@ -321,6 +322,7 @@ def merged(own: ClientConfig, task: Task | None) -> Config:
         local_steps=task.local_steps,
         batch=task.batch,
         sample=task.sample,
+        sampling=task.sampling,
         methods={task.label: MethodConfig(phases=task.phases)},
     )
 

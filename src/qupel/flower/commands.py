@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from qupel.flower.watch import show, tell
 from qupel.util.errors import UserError
-from qupel.util.terminal import losses_text, never_text, shown
+from qupel.util.terminal import shown
 
 if TYPE_CHECKING:
     from qupel.flower.control import Node
@@ -33,6 +33,10 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="take data, sp
 Server = Annotated[
     str | None, typer.Option("--server", help="the SuperLink (default: that of `up`, else 127.0.0.1:18443)")
 ]
+TargetEpsilon = Annotated[
+    float | None, typer.Option(min=0, help="differential privacy: what all rounds may cost; finds the noise")
+]
+Delta = Annotated[float | None, typer.Option(min=0, max=1, help="of --target-epsilon (default: 1e-5)")]
 DEFAULT_CONFIG = """
 bits = [2, 3]
 [split]
@@ -237,6 +241,12 @@ def run(
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
     upload: Annotated[str, typer.Option(help="codec of what clients send: fp32, fp16, int8")] = "fp32",
     most_weight: Annotated[float, typer.Option(min=1, help="weighted = true: medians a client may count for")] = 10.0,
+    mode: Annotated[
+        Literal["sync", "async"], typer.Option(help="a round waits for all that are asked, or for --buffer uploads")
+    ] = "sync",
+    buffer: Annotated[int, typer.Option(min=1, help="uploads that make a round of --mode async")] = 3,
+    target_epsilon: TargetEpsilon = None,
+    delta: Delta = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this --name")] = False,
     server: Server = None,
 ) -> None:
@@ -250,12 +260,15 @@ def run(
 
     federation = Federation.open(folder)
     _warn(federation)
-    parsed = configs.load(config, set or [])
+    private = {"target_epsilon": target_epsilon, "delta": delta}
+    more = [f"privacy.{key}={value}" for key, value in private.items() if value is not None]
+    parsed = _counted(configs.load(config, [*(set or []), *more]), federation)
     chosen = one_cell(parsed, cell)
-    check_told(parsed)
     codecs.build(upload, "--upload")
     least = minimum or max(1, federation.clients - len(federation.revoked()))
-    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight)
+    late = buffer if mode == "async" else 0
+    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, late)
+    check_told(parsed, terms)
     if resume and name is None:
         raise UserError("--resume needs --name, that of the run to go on with")
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -264,7 +277,7 @@ def run(
         request = _known(target, parsed, chosen, terms)
         if (target / "result.json").exists():
             out.print(f"{shown(target)} is finished")
-            return _show(target)
+            return show(target)
     else:
         if target.exists():
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
@@ -273,7 +286,15 @@ def run(
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")
-    return _show(target)
+    return show(target)
+
+
+def _counted(config: Config, federation: Federation) -> Config:
+    """A private config whose ledger is the federation's, of all its runs, unless it names another."""
+    if config.privacy is None or config.privacy.ledger is not None:
+        return config
+    ledger = federation.folder / "privacy.json"
+    return config.model_copy(update={"privacy": config.privacy.model_copy(update={"ledger": ledger})})
 
 
 def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:
@@ -283,9 +304,9 @@ def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:
     if not (target / "request.json").exists():
         raise UserError(f"{target} holds no run to resume")
     before = Request.read(target)
-    asked = (config, cell.label, cell.seed, terms.upload)
-    if (before.config, before.label, before.seed, before.terms.upload) != asked:
-        raise UserError(f"{target} was made with another config, --cell or --upload; resume it with those")
+    asked = (config, cell.label, cell.seed, terms.upload, bool(terms.buffer))
+    if (before.config, before.label, before.seed, before.terms.upload, bool(before.terms.buffer)) != asked:
+        raise UserError(f"{target} was made with another config, --cell, --upload or --mode; resume it with those")
     return before.model_copy(update={"terms": terms})
 
 
@@ -305,7 +326,7 @@ def export(
     if not (target / "w.bin").exists():
         raise UserError(f"{target} holds no finished run")
     _drive(federation, server, target, "export")
-    _show(target)
+    show(target)
 
 
 @app.command()
@@ -335,7 +356,7 @@ def adapt(
     if client:
         write_json(target / ADAPT, sorted(dict.fromkeys(client)))
     _drive(federation, server, target, "adapt")
-    _show(target, ADAPTED)
+    show(target, ADAPTED)
 
 
 def require_flower() -> None:
@@ -345,13 +366,10 @@ def require_flower() -> None:
         raise UserError("Flower is not installed; pip install 'qupel[flower]'") from None
 
 
-# --- a run and who watches it ---
-
-
 def _drive(federation: Federation, server: str | None, target: Path, mode: Literal["run", "export", "adapt"]) -> None:
     from qupel.flower.drive import drive
 
-    drive(federation, _address(federation, server), target, mode, _tell)
+    drive(federation, _address(federation, server), target, mode, tell)
 
 
 def _address(federation: Federation, server: str | None) -> str:
@@ -361,33 +379,3 @@ def _address(federation: Federation, server: str | None) -> str:
 
     running = Running.of(federation)
     return server or (running.address if running else f"127.0.0.1:{INNER_PORT}")
-
-
-def _tell(progress: dict[str, Any]) -> None:
-    for refusal in progress["refused"]:
-        err.print(f"round {progress['round']}: refused {shown(refusal)}", highlight=False)
-    for note in progress["notes"]:
-        err.print(f"round {progress['round']}: {shown(note, 1000)}", highlight=False, soft_wrap=True)
-    line = progress["line"] or {}
-    test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
-    loss = losses_text(progress["loss"], progress["loss_quantized"])
-    head = f"round {progress['round']}/{progress['rounds']}"
-    out.print(f"{head}{loss}{test}  {progress['seconds']:.0f} s", highlight=False)
-    if progress["round"] == progress["rounds"] and line.get("never_took_part"):
-        err.print(never_text(line), highlight=False)
-
-
-def _show(target: Path, name: str = "exports.json") -> None:
-    path = target / name
-    if path.exists():
-        adapted = ["of the shared model"] if name != "exports.json" else []
-        table = Table("client", "model on its disk", "test accuracy", *adapted)
-        for told in json.loads(path.read_text()):
-            size = shown(told.get("error") or ("written" if told["bytes"] is None else f"{told['bytes']:,} bytes"))
-            scores = (
-                f"{100 * told[k]:.1f} %" if told.get(k) is not None else ""
-                for k in ("test", "shared")[: 1 + len(adapted)]
-            )
-            table.add_row(str(told["client"]), Text(size), *scores)
-        out.print(table)
-    out.print(f"[dim]everything the server knows is in {shown(target)}[/dim]")

@@ -2,19 +2,18 @@
 
 A round ends when all asked clients have answered or at its deadline; those that answered soundly are averaged, at least
 `minimum` of them. What comes later, twice, from an old round or broken is not.
-
-No field of an answer is believed: `hear` is the one door, and whatever it finds leaves out one client, named.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +28,11 @@ from qupel.engine.job import Job
 from qupel.engine.rounds import Failed, Finished, Progress, run
 from qupel.engine.shard import Judged, Trained, screen
 from qupel.flower import boundary
-from qupel.flower.boundary import Answer, printable
+from qupel.flower.boundary import printable
 from qupel.flower.frames import Header
+from qupel.flower.health import Health
+from qupel.flower.late import Late
+from qupel.flower.post import Post, Reply, hear, wait_for
 from qupel.flower.task import PROTOCOL, Task, Wanted, refuse_means_of_networks
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
@@ -38,33 +40,15 @@ from qupel.parts.methods.base import sends
 from qupel.run.adapt import FILE, layout_hash, write_origin
 from qupel.run.config import Config, Strict, find_modules_in
 from qupel.run.folder import origin_of
-from qupel.run.jobs import Cell, assemble, build_model
+from qupel.run.jobs import Cell, assemble, build_model, open_ledger
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_atomic, write_json
 
 TRIES = 3  # of a round that too few clients answer
 EXPORTS, ADAPT, ADAPTED = "exports.json", "adapt.json", "adapted.json"  # in a run's folder
+SECRET = "noise.key"  # in the folder of a private run
 UNDONE = "undone.json"  # in a checkpoint: rounds that do not count, which clients need to know
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What came back from a client: anything. `header` has an "error" where there was one."""
-
-    client: int
-    header: Header
-    body: bytes = b""
-
-
-class Post(Protocol):
-    """Carries questions to clients and their answers back."""
-
-    def present(self) -> list[int]:
-        """The clients that are connected, by number."""
-
-    def ask(self, header: Header, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
-        """Ask these clients; answers as they come, until all have answered or time is over."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +61,7 @@ class Terms:
     patience: float = 600.0  # seconds to wait for the minimum to connect, and for their first answers
     upload: str = "fp32"  # the codec
     most_weight: float = 10.0  # what a client may count for in a weighted mean, in medians of all clients
+    buffer: int = 0  # asynchronous rounds: uploads that make one (`flower.late`); 0: rounds wait for all that are asked
 
 
 class Fleet:
@@ -87,23 +72,30 @@ class Fleet:
         self.samples = [len(part.train_rows) for part in job.parts]  # as the clients tell
         self.round = -1  # the last one that was asked for
         self.undone: list[list[int]] = []  # rounds [first, last] that were taken back
+        self.health = Health(job)
+        self.late = Late(self, terms.buffer) if terms.buffer else None
         self.unheard: list[str] = []  # whose scores could not be read since they were last asked for, and why
 
     def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         self.round = round
+        awake = self.health.awake(round, clients, self.terms.minimum)
+        train = self.late.train if self.late else self._train
+        return self.health.seen(round, train(round, w, awake))
+
+    def _train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         needed = min(self.terms.minimum, len(clients))
         for _ in range(TRIES):
             asked = wait_for(self.post, clients, needed, self.terms.patience)
             done = {client: Trained(client, None, fault="not connected") for client in clients}
             done |= {client: Trained(client, None, fault="no answer before the deadline") for client in asked}
-            for reply in self._ask("train", round, w, asked):
-                done[reply.client] = self._read(reply, round, w)
+            for reply in self.ask("train", round, w, asked):
+                done[reply.client] = self.read(reply, round, w)
             if sum(d.fault is None for d in done.values()) >= needed:
                 return self._weighed(done.values())
         faults = "; ".join(f"{self.job.name(d.client)}: {d.fault}" for d in done.values() if d.fault)
         raise Failed(f"round {round + 1}: fewer than {needed} clients answered soundly ({faults})")
 
-    def _ask(self, kind: str, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Reply]:
+    def ask(self, kind: str, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Reply]:
         """First answers only, and only of clients that were asked."""
         header: Header = {"kind": kind, "protocol": PROTOCOL, "attempt": self.attempt, "round": round}
         header |= {"undone": self.undone, "seconds": self.terms.deadline}
@@ -114,7 +106,7 @@ class Fleet:
                 waiting.discard(reply.client)
                 yield reply
 
-    def _read(self, reply: Reply, round: int, w: Rows) -> Trained:
+    def read(self, reply: Reply, round: int, w: Rows) -> Trained:
         """A client's round out of its answer, or why it does not count."""
         heard = hear("train", reply, round=round, job=self.task.job)
         if not isinstance(heard, boundary.PrivateUpdate):
@@ -146,22 +138,31 @@ class Fleet:
         return (replace(d, share=float(min(self.samples[d.client], most))) for d in done)
 
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
+        """Of nobody, if nobody answers: the metrics have a gap there, and the run goes on."""
         judged, self.unheard = [], []
-        for reply in self._ask("evaluate", round, w, wait_for(self.post, clients, 1, self.terms.patience)):
+        for reply in self.ask("evaluate", round, w, self._to_judge(clients)):
             heard = hear("evaluate", reply, round=round)
             if isinstance(heard, boundary.PrivateScores):
                 judged.append(judged_of(heard, self.task.metrics))
             else:
                 self.unheard.append(f"{self.job.name(reply.client)}: {heard}")
         if not judged:
-            raise Failed("; ".join([f"round {round + 1}: no client told how its model scores", *self.unheard]))
+            self.unheard.append("no client told how its model scores")
         return iter(judged)
+
+    def _to_judge(self, clients: Sequence[int]) -> list[int]:
+        """The connected ones; in asynchronous rounds, those that are not busy with one."""
+        try:
+            here = wait_for(self.post, clients, 1, self.terms.patience)
+        except Failed:
+            return []
+        return [client for client in here if self.late is None or client not in self.late.asked]
 
     def written(self, kind: str, round: int, w: Rows, clients: Sequence[int]) -> list[dict[str, Any]]:
         """`export`: let these clients, where they are connected, write their models on their own disks; `adapt`: models
         made of w, where they need not have taken part. Per client its bytes and test score, or error."""
         told: dict[int, dict[str, Any]] = {client: {"error": "no answer"} for client in clients}
-        for reply in self._ask(kind, round, w, wait_for(self.post, clients, 1, self.terms.patience)):
+        for reply in self.ask(kind, round, w, wait_for(self.post, clients, 1, self.terms.patience)):
             heard = hear(kind, reply, round=round)
             if isinstance(heard, boundary.PrivateExport):
                 more = {"shared": heard.shared} if isinstance(heard, boundary.Adapted) else {}
@@ -175,33 +176,19 @@ class Fleet:
 
     def save(self, folder: Path) -> None:
         """Every client keeps its own generations, but which of them count the server knows."""
-        write_json(folder / UNDONE, {"undone": self.undone})
+        write_json(folder / UNDONE, {"undone": self.undone, **self.health.save()})
+        if self.late:
+            self.late.save(folder)
 
     def load(self, folder: Path | None) -> None:
         """Clients go back to the states they had at a checkpoint, None: at the start, when they are next asked."""
         first = 0 if folder is None else int(folder.name.removeprefix("round-"))
-        self.undone = [] if folder is None else read_json(folder / UNDONE)["undone"]
+        known = {"undone": []} if folder is None else read_json(folder / UNDONE)
+        self.undone, self.health = known["undone"], Health.of(known, self.job)
+        if self.late:
+            self.late.load(folder)
         if first <= self.round:
             self.undone = [*self.undone, [first, self.round]]
-
-
-def hear(kind: str, reply: Reply, round: int | None = None, job: str | None = None) -> Answer | str:
-    """What a client says, every field within its bounds, about the round and job asked for; or why it does not count.
-    Whatever a client sends, this raises nothing."""
-    try:
-        if "error" in reply.header:
-            return printable(reply.header["error"]) or "an error"
-        heard = boundary.heard(kind, reply.header)
-        number, at, of = (getattr(heard, name, None) for name in ("client", "round", "job"))
-        if number != reply.client:
-            return f"says it is client {number}"
-        if round is not None and at != round:
-            return f"answered round {int(at or 0) + 1} when asked for round {round + 1}"
-        if job is not None and of != job:
-            return f"answered job {of!r:.40}"
-        return heard
-    except Exception as e:
-        return f"an answer that cannot be read: {printable(e, 200)}"
 
 
 def judged_of(heard: boundary.PrivateScores, metrics: Sequence[str] = ()) -> Judged:
@@ -224,19 +211,6 @@ def score(
         return Score(math.nan, None, 0)
     values = [math.nan if v is None else v for v in told] + [math.nan] * len(metrics)
     return Score(loss, accuracy, 1, dict(zip(metrics, values, strict=False)))
-
-
-def wait_for(post: Post, clients: Sequence[int], least: int, patience: float) -> list[int]:
-    """Those of the clients that are connected, as soon as at least so many are."""
-    limit = time.monotonic() + patience
-    while True:
-        here = set(post.present())
-        found = [client for client in clients if client in here]
-        if len(found) >= least:
-            return found
-        if time.monotonic() > limit:
-            raise Failed(f"{len(found)} of {len(clients)} clients are connected, {least} are needed")
-        time.sleep(0.5)
 
 
 def stand_in(samples: int) -> Part:
@@ -316,8 +290,10 @@ def nothing(shape: tuple[int, ...], classes: int) -> Dataset:
     return Dataset("the clients' own", none, none, classes)
 
 
-def check_told(config: Config) -> None:
+def check_told(config: Config, terms: Terms | None = None) -> None:
     """Clients tell a closed list of things, and are told another: what a run needs beyond cannot be had."""
+    if terms and terms.buffer and config.privacy is not None:
+        raise UserError("privacy: what it costs in asynchronous rounds is not counted; leave out one of the two")
     if config.diagnostics != "off":
         raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
     refuse_means_of_networks(config)
@@ -330,7 +306,7 @@ def check_told(config: Config) -> None:
 def open_fleet(folder: Path, post: Post) -> Fleet:
     """The fleet of a run folder, with the answers of its first greeting; every opening counts as an attempt."""
     request = Request.read(folder)
-    check_told(request.config)
+    check_told(request.config, request.terms)
     counted = folder / "attempt.json"
     attempt = 1 + (json.loads(counted.read_text()) if counted.exists() else 0)
     write_json(counted, attempt)
@@ -342,9 +318,20 @@ def open_fleet(folder: Path, post: Post) -> Fleet:
     parts = [stand_in(n) for n in told["samples"]]
     config, cell = request.config, Cell(request.label, request.seed)
     job = assemble(config, cell, build_model(config, data, cell), data, parts, [Plan() for _ in parts])
-    job = replace(job, epoch_steps=job.client_epoch_steps, checkpoint_every=1)
+    job = replace(job, epoch_steps=job.client_epoch_steps, checkpoint_every=1, secret=secret_of(folder, job))
     task = Task.of(job, config, cell, name=request.job, upload=request.terms.upload)
     return Fleet(job, task, post, request.terms, attempt)
+
+
+def secret_of(folder: Path, job: Job) -> int:
+    """What noise and cohorts of a private job are drawn from; clients know its seed, so it is another number."""
+    if job.budget is None:
+        return 0
+    path = folder / SECRET
+    if not path.exists():
+        write_json(path, secrets.randbits(127) + 1)
+        path.chmod(0o600)
+    return int(read_json(path))
 
 
 def conduct(
@@ -361,7 +348,8 @@ def conduct(
         unheard = fleet.unheard if progress.line else []
         watch(replace(progress, refused=[*progress.refused, *unheard]))
 
-    finished = run(fleet.job, fleet, checkpoints=checkpoints, watch=tell, should_stop=should_stop)
+    ledger = open_ledger(request.config, fleet.job, folder, request.job)
+    finished = run(fleet.job, fleet, checkpoints=checkpoints, ledger=ledger, watch=tell, should_stop=should_stop)
     write_atomic(folder / "w.bin", vector(finished.w).numpy().tobytes())
     fleet.save(folder)
     write_origin(folder / FILE, origin_of(request.config, Cell(request.label, request.seed), fleet.job, finished.w))

@@ -17,6 +17,7 @@ from qupel.flower.boundary import HASH, JOB, MOST_METRICS
 from qupel.parts.codecs import codecs
 from qupel.parts.methods.base import row_per_network
 from qupel.parts.phase import Phase
+from qupel.parts.servers import covering
 from qupel.parts.servers.mean import Mean
 from qupel.run.adapt import layout_hash
 from qupel.run.config import (
@@ -112,8 +113,9 @@ def named_modules(config: Config) -> list[str]:
 
 
 def sent(phase: Phase) -> dict[str, Any]:
-    """A phase as clients are told it: without the server's part."""
-    return replace(phase, server=Mean()).table()
+    """A phase as clients are told it: without the server's part, but for what it wants of them: a clip, and noise."""
+    cover: Any = covering(phase.server)
+    return replace(phase, server=replace(cover, server=None) if cover else Mean()).table()
 
 
 class Task(Wanted):
@@ -138,6 +140,7 @@ class Task(Wanted):
     batch: int = Field(ge=1)
     epoch_steps: int = Field(ge=1)
     sample: float = Field(gt=0, le=1)
+    sampling: Literal["fixed", "poisson"] = Field("fixed", exclude_if=lambda value: value == "fixed")
     augment: bool = False
     upload: str = Field("fp32", description="the codec")
 
@@ -163,6 +166,7 @@ class Task(Wanted):
             "batch": job.batch,
             "epoch_steps": job.client_epoch_steps,
             "sample": job.sample,
+            "sampling": job.sampling,
             "augment": job.transform.augment,
             "upload": upload,
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 from qupel.engine import scores
 from qupel.report.measure import main_measure
-from qupel.report.tables import Result
+from qupel.report.tables import Result, privacy
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
 
@@ -45,7 +45,7 @@ class Run:
     def note(self) -> str:
         """What to say about the data beside every number."""
         said = next((r["data_note"] for r in self.results if r.get("data_note")), "")
-        return ". ".join(filter(None, (self.scale_note, said)))
+        return ". ".join(filter(None, (self.scale_note, said, privacy(self.results).rstrip("."))))
 
     def name_of(self, label: str, alone: bool) -> str:
         """A method's name, with the run's where it is not alone."""

@@ -24,7 +24,7 @@ def show(results: Sequence[Result], folder: Path, one: bool, seconds: float) -> 
     out.print(number_table(head, body, shown(title)))
     if told_metrics(results):
         out.print(number_table(*tables.metrics_table(results, one, vectors=False)))
-    for text in (results[0]["data_note"], "" if one else tables.sentence(rows, measure)):
+    for text in (results[0]["data_note"], "" if one else tables.sentence(rows, measure), tables.privacy(results)):
         if text:
             out.print(shown(text, 2000))
     _show_layers(results)

@@ -331,6 +331,16 @@ def as_csv(table: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
+def privacy(results: Sequence[Result]) -> str:
+    """What private methods have cost, of each the seed that cost most."""
+    told: dict[str, tuple[float, float]] = {}
+    for r in results:
+        if spent := r["lines"][-1].get("privacy"):
+            told[r["label"]] = max((spent["epsilon"], spent["delta"]), told.get(r["label"], (0.0, 0.0)))
+    words = (f"{label} epsilon {epsilon:.3g} at delta {delta:g}" for label, (epsilon, delta) in told.items())
+    return f"Privacy of the shared model: {', '.join(words)}." if told else ""
+
+
 def sentence(table: Sequence[Row], measure: Measure = ACCURACY) -> str:
     """What the table means, in words, from its numbers alone."""
     first, *others = table

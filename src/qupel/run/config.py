@@ -32,6 +32,7 @@ from qupel.run.sections import (
     DataConfig,
     ModelConfig,
     Networks,
+    PrivacyConfig,
     SplitConfig,
     Strict,
     TaskConfig,
@@ -151,6 +152,11 @@ class Config(Strict):
     local_steps: int = Field(10, ge=1, description="tau, the steps between two synchronizations")
     batch: int = Field(20, ge=1, description="samples a step")
     sample: float = Field(1.0, gt=0, le=1, description="share of the clients in a round")
+    sampling: Literal["fixed", "poisson"] = Field(
+        "fixed",
+        description="exactly that share, or each client by its own draw",
+        exclude_if=lambda value: value == "fixed",  # runs of before it was there have the same settings
+    )
     weighted: bool = Field(False, description="server mean weighted by training samples")
     evaluate_every: int = Field(10, ge=1, description="rounds; the last of a phase is always evaluated")
     evaluate_sample: float = Field(1.0, gt=0, le=1, description="share of the clients judged; at a phase's end all")
@@ -162,6 +168,7 @@ class Config(Strict):
     vectorize: Literal["auto", "on", "off"] = Field("auto", description="clients of a process trained in stacks")
     save_models: bool = True
     diagnostics: Literal["off", "cheap", "full"] = "off"
+    privacy: PrivacyConfig | None = Field(None, exclude_if=lambda value: value is None)
     methods: dict[str, MethodConfig]
 
     @field_validator("bits")
@@ -177,6 +184,16 @@ class Config(Strict):
             raise ValueError('bits = "auto" needs a budget, e.g. budget = ["16 KiB", "24 KiB"]')
         for text in self.budgets():
             parse_size(text)
+        return self
+
+    @model_validator(mode="after")
+    def _private(self) -> Config:
+        if self.privacy and self.weighted:
+            raise ValueError("privacy: weighted = true would let a client count for more than its clip")
+        if self.privacy and self.privacy.kind == "shared" and self.sampling == "poisson" and self.sample < 1:
+            raise ValueError(
+                'privacy.kind = "shared" needs sampling = "fixed": clients must know how many share the noise'
+            )
         return self
 
     @model_validator(mode="after")

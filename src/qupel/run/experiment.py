@@ -47,6 +47,7 @@ from qupel.run.jobs import (
     cells,
     fingerprint,
     first_rounds,
+    open_ledger,
     shared_rounds,
     shared_settings,
     source_of,
@@ -241,6 +242,7 @@ def run_cell(
             engine,
             checkpoints=checkpoints,
             begin=begin,
+            ledger=open_ledger(config, job, folder, cell.name),
             watch=lambda p: watch(cell, p),
             should_stop=should_stop,
         )

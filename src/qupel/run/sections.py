@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from qupel.tasks import zoo
 from qupel.tasks.losses import losses
@@ -138,6 +138,25 @@ class TaskConfig(Strict):
     def asked(self) -> dict[str, Metric]:
         """The metrics by name, the one to judge by among them."""
         return chosen(self.metrics, self.judge_by)
+
+
+class PrivacyConfig(Strict):
+    """Differential privacy of what clients send, for a client with all of its data (`engine.accounting`)."""
+
+    kind: Literal["central", "shared", "local"] = Field(
+        "central", description="noise on the sum by the server, on it by all clients together, on each upload"
+    )
+    clip: float = Field(1.0, gt=0, description="longest move of a client, |w_i - w|")
+    noise: float | None = Field(None, gt=0, description="its deviation, in clips; none: what target_epsilon needs")
+    target_epsilon: float | None = Field(None, gt=0, description="what all rounds may cost; the run ends before more")
+    delta: float = Field(1e-5, gt=0, lt=1)
+    ledger: Path | None = Field(None, description="a file that counts several runs on the same clients; none: this one")
+
+    @model_validator(mode="after")
+    def _some_noise(self) -> PrivacyConfig:
+        if self.noise is None and self.target_epsilon is None:
+            raise ValueError("give noise, or target_epsilon, which finds it")
+        return self
 
 
 def check_model(name: str) -> str:

@@ -130,7 +130,7 @@ class Watcher:
             sent = f"  {line['upload_bytes'] / 1e6:.2f} MB sent per client" if line["upload_bytes"] else ""
             head = f"{shown(cell.label)}, seed {cell.seed}: round {progress.round}/{progress.rounds}"
             loss = losses_text(line.get("train_loss", math.nan), line.get("train_loss_quantized", math.nan))
-            out.print(f"{head}{loss}{_score_text(line, 2, '  test')}{sent}", highlight=False)
+            out.print(f"{head}{loss}{_score_text(line, 2, '  test')}{privacy_text(line)}{sent}", highlight=False)
         if line and progress.round == progress.rounds and line.get("never_took_part"):
             err.print(f"{shown(cell.label)}, seed {cell.seed}: {never_text(line)}", highlight=False)
 
@@ -149,6 +149,12 @@ def losses_text(x: float, quantized: float, digits: int = 4) -> str:
     parts = [("  loss ", x), ("  quantized loss " if math.isnan(x) else " (quantized ", quantized)]
     text = "".join(f"{name}{v:.{digits}f}" for name, v in parts if not math.isnan(v))
     return f"{text})" if "(" in text else text
+
+
+def privacy_text(line: dict[str, Any]) -> str:
+    """What a private run has cost so far."""
+    told = line.get("privacy")
+    return f"  epsilon {told['epsilon']:.3g}, delta {told['delta']:g}" if told else ""
 
 
 def never_text(line: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
 """How uploads become the next w, one file a server. Each works with every method."""
 
-from qupel.parts.servers.base import Server, ServerState, Sum, add, servers
+from qupel.parts.servers.base import Covering, Server, ServerState, Sum, add, covering, servers, sums
 
-__all__ = ["Server", "ServerState", "Sum", "add", "servers"]
+__all__ = ["Covering", "Server", "ServerState", "Sum", "add", "covering", "servers", "sums"]

@@ -5,14 +5,18 @@ in memory, and a state of its own, which is part of every checkpoint.
     send(w, state)               -> rows         what goes out to the clients: w itself for most
     add(so_far, upload, share)   -> so_far       one upload more; `so_far` is None at first
     finish(w, so_far, state)     -> w, state     the next model
+
+`sums = True` says that it needs no more than the weighted sum of the uploads: it works where nobody sees one of them
+(secure aggregation). A server with a `cover` is private: what leaves a client, its `leave` makes (`Covering`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +41,32 @@ class Server(Protocol):
 
 
 servers.protocol = Server
+
+
+def sums(server: Server) -> bool:
+    """Whether a server needs no more than the weighted sum of the uploads."""
+    return getattr(server, "sums", False)
+
+
+@runtime_checkable
+class Covering(Server, Protocol):
+    """A server whose sums have noise on them; `leave` is done at the client, the others at the server."""
+
+    clip: float
+    noise: float
+    kind: str
+    clients: float | None
+
+    def leave(self, upload: Upload, sent: Rows, rng: np.random.Generator) -> Upload: ...
+
+    def bounded(self, upload: Upload, sent: Rows) -> Upload: ...
+
+    def cover(self, so_far: Sum | None, sent: Rows, rng: np.random.Generator) -> Sum: ...
+
+
+def covering(server: Server) -> Covering | None:
+    """The server if it is private, else None."""
+    return server if isinstance(server, Covering) else None
 
 
 @dataclass
@@ -91,6 +121,8 @@ class Adaptive:
     rate: float
     beta1: float
     tau: float
+
+    sums: ClassVar[bool] = True
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         """The next v."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qupel.parts.base import Rows, Upload
 from qupel.parts.servers.base import ServerState, Sum, add, servers, zeros_like
@@ -19,6 +20,8 @@ class FedAvgM:
     momentum: float = 0.9
     rate: float = 1.0
     nesterov: bool = False
+
+    sums: ClassVar[bool] = True
 
     def start(self, w: Rows) -> ServerState:
         return zeros_like(w)

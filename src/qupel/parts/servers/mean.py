@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qupel.parts.base import Rows, Upload
 from qupel.parts.servers.base import ServerState, Sum, add, servers
@@ -12,6 +13,8 @@ from qupel.parts.servers.base import ServerState, Sum, add, servers
 @dataclass(frozen=True)
 class Mean:
     """w = sum_i share_i w_i / sum_i share_i."""
+
+    sums: ClassVar[bool] = True
 
     def start(self, w: Rows) -> ServerState:
         return ()
