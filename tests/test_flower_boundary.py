@@ -34,6 +34,9 @@ LIST = {
     ("hello", True): {"client", "samples", "shape", "classes", "layout"},
     ("train", False): {"client", "job", "round", "samples", "loss", "loss_quantized"},
     ("train", True): {"client", "job", "round", "samples"},
+    **{
+        (stage, private): {"client", "job", "round"} for stage in ("share", "mask", "open") for private in (False, True)
+    },
     ("evaluate", False): {"client", "round", *SCORES, "bytes", "bits", "dead", "tested", *METRICS},
     ("evaluate", True): {"client", "round"},
     ("export", False): {"client", "round", "bytes", "test"},

@@ -57,7 +57,12 @@ def test_fewer_shares_fit_every_secret():
 
 
 def test_what_cannot_be_split_is_an_error():
-    for secret, threshold, holders in [(b"short", 1, [0]), (bytes(32), 3, [0, 1]), (bytes(32), 2, [0, 0]), (bytes(32), 1, [-1])]:
+    for secret, threshold, holders in [
+        (b"short", 1, [0]),
+        (bytes(32), 3, [0, 1]),
+        (bytes(32), 2, [0, 0]),
+        (bytes(32), 1, [-1]),
+    ]:
         with pytest.raises(ValueError):
             shares.split(secret, threshold, holders)
 
@@ -248,7 +253,13 @@ def test_never_both_secrets_of_a_client():
     with pytest.raises(Refused, match="once more"):
         parties[0].open([0, 1, 2, 3])
     other = parties[1].open([1, 2, 3, 4])
-    assert {j: share.startswith(b"key") for j, share in other.items()} == {0: True, 1: False, 2: False, 3: False, 4: False}
+    assert {j: share.startswith(b"key") for j, share in other.items()} == {
+        0: True,
+        1: False,
+        2: False,
+        3: False,
+        4: False,
+    }
 
 
 def test_a_sum_without_oneself_or_with_strangers_is_not_opened():

@@ -148,6 +148,9 @@ class Job:
         return len(self.phases[phase].method.broadcast(torch.zeros(2)))
 
     def name(self, client: int) -> str:
+        """Of a client; of a number below 0: that of all together (`shard.SUM`)."""
+        if client < 0:
+            return "the sum"
         return self.names[client] if self.names else f"client {client}"
 
     def list_names(self, clients: Sequence[int]) -> str:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from qupel.flower.telling import show, show_account, tell
 from qupel.util.errors import UserError
-from qupel.util.terminal import losses_text, never_text, shown
+from qupel.util.terminal import shown
 
 if TYPE_CHECKING:
     from qupel.flower.control import Node
@@ -33,6 +33,7 @@ ConfigFile = Annotated[Path | None, typer.Option("--config", help="take data, sp
 Server = Annotated[
     str | None, typer.Option("--server", help="the SuperLink (default: that of `up`, else 127.0.0.1:18443)")
 ]
+LEAST_SUM = 3  # as in `secagg`, which needs Flower's packages
 DEFAULT_CONFIG = """
 bits = [2, 3]
 [split]
@@ -237,6 +238,10 @@ def run(
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
     upload: Annotated[str, typer.Option(help="codec of what clients send: fp32, fp16, int8")] = "fp32",
     most_weight: Annotated[float, typer.Option(min=1, help="weighted = true: medians a client may count for")] = 10.0,
+    secure: Annotated[bool, typer.Option("--secure", help="the server gets sums of uploads only")] = False,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="keep uploads, or sums, so that the run can be replayed")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this --name")] = False,
     server: Server = None,
 ) -> None:
@@ -247,6 +252,7 @@ def run(
     from qupel.parts.codecs import codecs
     from qupel.run import config as configs
     from qupel.run.jobs import one_cell
+    from qupel.run.sections import SecureConfig
 
     federation = Federation.open(folder)
     _warn(federation)
@@ -254,8 +260,12 @@ def run(
     chosen = one_cell(parsed, cell)
     check_told(parsed)
     codecs.build(upload, "--upload")
-    least = minimum or max(1, federation.clients - len(federation.revoked()))
-    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight)
+    here = max(1, federation.clients - len(federation.revoked()))
+    masked = parsed.secure or (SecureConfig() if secure else None)
+    least = minimum or (max(LEAST_SUM, int(here * masked.threshold) + 1) if masked else here)
+    if masked and least < LEAST_SUM:
+        raise UserError(f"--minimum {least}: a secure sum has at least {LEAST_SUM} clients")
+    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, masked, audit)
     if resume and name is None:
         raise UserError("--resume needs --name, that of the run to go on with")
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -264,7 +274,7 @@ def run(
         request = _known(target, parsed, chosen, terms)
         if (target / "result.json").exists():
             out.print(f"{shown(target)} is finished")
-            return _show(target)
+            return show(target)
     else:
         if target.exists():
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
@@ -273,7 +283,7 @@ def run(
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")
-    return _show(target)
+    return show(target)
 
 
 def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:
@@ -283,9 +293,11 @@ def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:
     if not (target / "request.json").exists():
         raise UserError(f"{target} holds no run to resume")
     before = Request.read(target)
-    asked = (config, cell.label, cell.seed, terms.upload)
-    if (before.config, before.label, before.seed, before.terms.upload) != asked:
-        raise UserError(f"{target} was made with another config, --cell or --upload; resume it with those")
+    asked = (config, cell.label, cell.seed, terms.upload, terms.secure, terms.audit)
+    known = before.terms
+    if (before.config, before.label, before.seed, known.upload, known.secure, known.audit) != asked:
+        made = "another config, --cell, --upload, --secure or --audit"
+        raise UserError(f"{target} was made with {made}; resume it with those")
     return before.model_copy(update={"terms": terms})
 
 
@@ -305,7 +317,7 @@ def export(
     if not (target / "w.bin").exists():
         raise UserError(f"{target} holds no finished run")
     _drive(federation, server, target, "export")
-    _show(target)
+    show(target)
 
 
 @app.command()
@@ -335,7 +347,33 @@ def adapt(
     if client:
         write_json(target / ADAPT, sorted(dict.fromkeys(client)))
     _drive(federation, server, target, "adapt")
-    _show(target, ADAPTED)
+    show(target, ADAPTED)
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(help="a client's folder, or DIR/runs/NAME of a run with --audit")],
+    replay: Annotated[bool, typer.Option("--replay", help="of a run: compute w anew from its log")] = False,
+    lines: Annotated[bool, typer.Option("--lines", help="every line of the log")] = False,
+) -> None:
+    """Check a log: what left a client, by job; or a server's run, which --replay computes anew to the same bits."""
+    from qupel.flower import audit as audits
+    from qupel.flower import chain, clean, roundlog
+
+    if (folder / "client.toml").exists():
+        path = clean.state_of(folder) / audits.LOG
+        if replay:
+            raise UserError(f"--replay: {folder} is a client's folder; a run's is DIR/runs/NAME")
+    elif (folder / "request.json").exists():
+        path = folder / roundlog.LOG
+    else:
+        raise UserError(f"{folder} is neither a client's folder (client.toml) nor a run's (request.json)")
+    show_account(path, chain.read(path), lines)
+    if replay:
+        from qupel.flower.replay import replay as replayed
+
+        rounds, found = replayed(folder)
+        out.print(f"replayed: {rounds} rounds end with the same bits, w {found}", highlight=False, soft_wrap=True)
 
 
 def require_flower() -> None:
@@ -351,7 +389,7 @@ def require_flower() -> None:
 def _drive(federation: Federation, server: str | None, target: Path, mode: Literal["run", "export", "adapt"]) -> None:
     from qupel.flower.drive import drive
 
-    drive(federation, _address(federation, server), target, mode, _tell)
+    drive(federation, _address(federation, server), target, mode, tell)
 
 
 def _address(federation: Federation, server: str | None) -> str:
@@ -361,33 +399,3 @@ def _address(federation: Federation, server: str | None) -> str:
 
     running = Running.of(federation)
     return server or (running.address if running else f"127.0.0.1:{INNER_PORT}")
-
-
-def _tell(progress: dict[str, Any]) -> None:
-    for refusal in progress["refused"]:
-        err.print(f"round {progress['round']}: refused {shown(refusal)}", highlight=False)
-    for note in progress["notes"]:
-        err.print(f"round {progress['round']}: {shown(note, 1000)}", highlight=False, soft_wrap=True)
-    line = progress["line"] or {}
-    test = f"  test {100 * line['test']:.2f} %" if "test" in line else ""
-    loss = losses_text(progress["loss"], progress["loss_quantized"])
-    head = f"round {progress['round']}/{progress['rounds']}"
-    out.print(f"{head}{loss}{test}  {progress['seconds']:.0f} s", highlight=False)
-    if progress["round"] == progress["rounds"] and line.get("never_took_part"):
-        err.print(never_text(line), highlight=False)
-
-
-def _show(target: Path, name: str = "exports.json") -> None:
-    path = target / name
-    if path.exists():
-        adapted = ["of the shared model"] if name != "exports.json" else []
-        table = Table("client", "model on its disk", "test accuracy", *adapted)
-        for told in json.loads(path.read_text()):
-            size = shown(told.get("error") or ("written" if told["bytes"] is None else f"{told['bytes']:,} bytes"))
-            scores = (
-                f"{100 * told[k]:.1f} %" if told.get(k) is not None else ""
-                for k in ("test", "shared")[: 1 + len(adapted)]
-            )
-            table.add_row(str(told["client"]), Text(size), *scores)
-        out.print(table)
-    out.print(f"[dim]everything the server knows is in {shown(target)}[/dim]")

@@ -55,6 +55,10 @@ class Refused(UserError):
     """What a party does not do, and why."""
 
 
+class TooFew(Refused):
+    """A sum of too few clients."""
+
+
 class GivenUp(Exception):
     """Too few are left: this sum is never opened."""
 
@@ -236,7 +240,7 @@ class Party:
 
     def _enough(self, members: int, needed: int) -> None:
         if members < max(needed, self.least):
-            raise Refused(f"a sum of {members} clients; at least {max(needed, self.least)} are needed")
+            raise TooFew(f"a sum of {members} clients; at least {max(needed, self.least)} are needed")
 
     def _box(self, giver: int, holder: int) -> AESGCM:
         other = holder if giver == self.client else giver
@@ -316,7 +320,9 @@ class Sums:
         """The sum (size,), signed; opened: client -> whose secret -> its share."""
         assert self.total is not None
         total, here = self.total, set(self.masked)
-        found = {i: self._secret(i, SEED if i in here else KEY, opened) for i in self._secrets()}  # all, or none is used
+        found = {
+            i: self._secret(i, SEED if i in here else KEY, opened) for i in self._secrets()
+        }  # all, or none is used
         for i, secret in found.items():
             if i in here:
                 total = total - self_mask(secret, i, self.rules)

@@ -1,9 +1,8 @@
 """The server's side: `engine.rounds` runs the job; its engine is a fleet of clients that may be late, gone or wrong.
 
 A round ends when all asked clients have answered or at its deadline; those that answered soundly are averaged, at least
-`minimum` of them. What comes later, twice, from an old round or broken is not.
-
-No field of an answer is believed: `hear` is the one door, and whatever it finds leaves out one client, named.
+`minimum` of them. What comes later, twice, from an old round or broken is not (`post.hear`). With `secure` the server
+gets no upload, only their sum (`summing`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +28,12 @@ from qupel.engine.job import Job
 from qupel.engine.rounds import Failed, Finished, Progress, run
 from qupel.engine.shard import Judged, Trained, screen
 from qupel.flower import boundary
-from qupel.flower.boundary import Answer, printable
+from qupel.flower.boundary import printable
 from qupel.flower.frames import Header
+from qupel.flower.post import Bodies, Post, Reply, hear, wait_for
+from qupel.flower.roundlog import RoundLog
+from qupel.flower.secure import check_secure
+from qupel.flower.summing import Summing
 from qupel.flower.task import PROTOCOL, Task, Wanted
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
@@ -39,6 +42,7 @@ from qupel.run.adapt import FILE, layout_hash, write_origin
 from qupel.run.config import Config, Strict, find_modules_in
 from qupel.run.folder import origin_of
 from qupel.run.jobs import Cell, assemble, build_model
+from qupel.run.sections import SecureConfig
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_atomic, write_json
@@ -46,25 +50,6 @@ from qupel.util.files import read_json, write_atomic, write_json
 TRIES = 3  # of a round that too few clients answer
 EXPORTS, ADAPT, ADAPTED = "exports.json", "adapt.json", "adapted.json"  # in a run's folder
 UNDONE = "undone.json"  # in a checkpoint: rounds that do not count, which clients need to know
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What came back from a client: anything. `header` has an "error" where there was one."""
-
-    client: int
-    header: Header
-    body: bytes = b""
-
-
-class Post(Protocol):
-    """Carries questions to clients and their answers back."""
-
-    def present(self) -> list[int]:
-        """The clients that are connected, by number."""
-
-    def ask(self, header: Header, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
-        """Ask these clients; answers as they come, until all have answered or time is over."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +62,8 @@ class Terms:
     patience: float = 600.0  # seconds to wait for the minimum to connect, and for their first answers
     upload: str = "fp32"  # the codec
     most_weight: float = 10.0  # what a client may count for in a weighted mean, in medians of all clients
+    secure: SecureConfig | None = None  # the server gets sums of uploads only
+    audit: bool = False  # keep what it takes to replay the run
 
 
 class Fleet:
@@ -88,28 +75,36 @@ class Fleet:
         self.round = -1  # the last one that was asked for
         self.undone: list[list[int]] = []  # rounds [first, last] that were taken back
         self.unheard: list[str] = []  # whose scores could not be read since they were last asked for, and why
+        self.size = Layout.of(job.module).size
+        self.sums = Summing(self, task.secure) if task.secure else None
+        self.log: RoundLog | None = None  # what an auditor replays
 
     def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         self.round = round
+        masked = self.sums if self._sends(round) else None  # of a phase without uploads there is no sum
+        done = masked.train(round, w, clients) if masked else self._train(round, w, clients)
+        return self.log.keep(round, w, done) if self.log else done
+
+    def _train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         needed = min(self.terms.minimum, len(clients))
         for _ in range(TRIES):
             asked = wait_for(self.post, clients, needed, self.terms.patience)
             done = {client: Trained(client, None, fault="not connected") for client in clients}
             done |= {client: Trained(client, None, fault="no answer before the deadline") for client in asked}
-            for reply in self._ask("train", round, w, asked):
+            for reply in self.ask("train", round, as_bytes(w), asked):
                 done[reply.client] = self._read(reply, round, w)
             if sum(d.fault is None for d in done.values()) >= needed:
                 return self._weighed(done.values())
         faults = "; ".join(f"{self.job.name(d.client)}: {d.fault}" for d in done.values() if d.fault)
         raise Failed(f"round {round + 1}: fewer than {needed} clients answered soundly ({faults})")
 
-    def _ask(self, kind: str, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Reply]:
+    def ask(self, kind: str, round: int, body: Bodies, clients: Sequence[int], **more: Any) -> Iterator[Reply]:
         """First answers only, and only of clients that were asked."""
-        header: Header = {"kind": kind, "protocol": PROTOCOL, "attempt": self.attempt, "round": round}
+        header: Header = {"kind": kind, "protocol": PROTOCOL, "attempt": self.attempt, "round": round, **more}
         header |= {"undone": self.undone, "seconds": self.terms.deadline}
         header["task"] = json.loads(self.task.model_dump_json())
         waiting = set(clients)
-        for reply in self.post.ask(header, vector(w).numpy().tobytes(), clients, self.terms.deadline):
+        for reply in self.post.ask(header, body, clients, self.terms.deadline):
             if reply.client in waiting:
                 waiting.discard(reply.client)
                 yield reply
@@ -119,8 +114,7 @@ class Fleet:
         heard = hear("train", reply, round=round, job=self.task.job)
         if not isinstance(heard, boundary.PrivateUpdate):
             return Trained(reply.client, None, fault=str(heard))
-        phase, _ = self.job.locate(round)
-        expected = sends(self.job.phases[phase].method)
+        expected = self._sends(round)
         upload, fault = None, None
         if expected != bool(reply.body):
             fault = "sent no upload" if expected else "sent an upload, and this phase has none"
@@ -132,10 +126,19 @@ class Fleet:
                 fault = printable(e)
         if fault is not None:
             return Trained(reply.client, None, fault=fault)
-        self.samples[reply.client] = heard.samples
+        if self.log:
+            self.log.payloads[reply.client] = reply.body
+        return Trained(reply.client, upload, self.told(heard), wire=len(reply.body))
+
+    def _sends(self, round: int) -> bool:
+        """Whether the method of a round sends uploads."""
+        return sends(self.job.phases[self.job.locate(round)[0]].method)
+
+    def told(self, heard: boundary.PrivateUpdate) -> dict[str, float]:
+        """What a client tells of its round beside the upload."""
+        self.samples[heard.client] = heard.samples
         told = {name: getattr(heard, name, None) for name in ("loss", "loss_quantized")}
-        info = {name: value for name, value in told.items() if value is not None}
-        return Trained(reply.client, upload, info, wire=len(reply.body))
+        return {name: value for name, value in told.items() if value is not None}
 
     def _weighed(self, done: Iterable[Trained]) -> Iterator[Trained]:
         """Clients count by the samples they tell, but none for more than `most_weight` medians: a lie of 2^31 samples
@@ -147,7 +150,7 @@ class Fleet:
 
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         judged, self.unheard = [], []
-        for reply in self._ask("evaluate", round, w, wait_for(self.post, clients, 1, self.terms.patience)):
+        for reply in self.ask("evaluate", round, as_bytes(w), wait_for(self.post, clients, 1, self.terms.patience)):
             heard = hear("evaluate", reply, round=round)
             if isinstance(heard, boundary.PrivateScores):
                 judged.append(judged_of(heard, self.task.metrics))
@@ -161,7 +164,7 @@ class Fleet:
         """`export`: let these clients, where they are connected, write their models on their own disks; `adapt`: models
         made of w, where they need not have taken part. Per client its bytes and test score, or error."""
         told: dict[int, dict[str, Any]] = {client: {"error": "no answer"} for client in clients}
-        for reply in self._ask(kind, round, w, wait_for(self.post, clients, 1, self.terms.patience)):
+        for reply in self.ask(kind, round, as_bytes(w), wait_for(self.post, clients, 1, self.terms.patience)):
             heard = hear(kind, reply, round=round)
             if isinstance(heard, boundary.PrivateExport):
                 more = {"shared": heard.shared} if isinstance(heard, boundary.Adapted) else {}
@@ -183,25 +186,6 @@ class Fleet:
         self.undone = [] if folder is None else read_json(folder / UNDONE)["undone"]
         if first <= self.round:
             self.undone = [*self.undone, [first, self.round]]
-
-
-def hear(kind: str, reply: Reply, round: int | None = None, job: str | None = None) -> Answer | str:
-    """What a client says, every field within its bounds, about the round and job asked for; or why it does not count.
-    Whatever a client sends, this raises nothing."""
-    try:
-        if "error" in reply.header:
-            return printable(reply.header["error"]) or "an error"
-        heard = boundary.heard(kind, reply.header)
-        number, at, of = (getattr(heard, name, None) for name in ("client", "round", "job"))
-        if number != reply.client:
-            return f"says it is client {number}"
-        if round is not None and at != round:
-            return f"answered round {int(at or 0) + 1} when asked for round {round + 1}"
-        if job is not None and of != job:
-            return f"answered job {of!r:.40}"
-        return heard
-    except Exception as e:
-        return f"an answer that cannot be read: {printable(e, 200)}"
 
 
 def judged_of(heard: boundary.PrivateScores, metrics: Sequence[str] = ()) -> Judged:
@@ -226,17 +210,8 @@ def score(
     return Score(loss, accuracy, 1, dict(zip(metrics, values, strict=False)))
 
 
-def wait_for(post: Post, clients: Sequence[int], least: int, patience: float) -> list[int]:
-    """Those of the clients that are connected, as soon as at least so many are."""
-    limit = time.monotonic() + patience
-    while True:
-        here = set(post.present())
-        found = [client for client in clients if client in here]
-        if len(found) >= least:
-            return found
-        if time.monotonic() > limit:
-            raise Failed(f"{len(found)} of {len(clients)} clients are connected, {least} are needed")
-        time.sleep(0.5)
+def as_bytes(w: Rows) -> bytes:
+    return vector(w).numpy().tobytes()
 
 
 def stand_in(samples: int) -> Part:
@@ -336,14 +311,23 @@ def open_fleet(folder: Path, post: Post) -> Fleet:
     greeting = folder / "clients.json"
     if not greeting.exists():
         write_json(greeting, greet(post, request))
-    told = json.loads(greeting.read_text())
+    job, task = described(folder, request)
+    fleet = Fleet(job, task, post, request.terms, attempt)
+    fleet.log = RoundLog(folder, attempt, task.model_dump_json()) if request.terms.audit else None
+    return fleet
+
+
+def described(folder: Path, request: Request) -> tuple[Job, Task]:
+    """The job of a run folder whose clients were greeted, and what clients are told of it."""
+    told = read_json(folder / "clients.json")
     data = nothing(tuple(told["shape"]), told["classes"])
     parts = [stand_in(n) for n in told["samples"]]
-    config, cell = request.config, Cell(request.label, request.seed)
+    config, cell, terms = request.config, Cell(request.label, request.seed), request.terms
     job = assemble(config, cell, build_model(config, data, cell), data, parts, [Plan() for _ in parts])
     job = replace(job, epoch_steps=job.client_epoch_steps, checkpoint_every=1)
-    task = Task.of(job, config, cell, name=request.job, upload=request.terms.upload)
-    return Fleet(job, task, post, request.terms, attempt)
+    if terms.secure:
+        check_secure(job, terms.upload)
+    return job, Task.of(job, config, cell, name=request.job, upload=terms.upload, secure=terms.secure)
 
 
 def conduct(
@@ -363,6 +347,8 @@ def conduct(
     finished = run(fleet.job, fleet, checkpoints=checkpoints, watch=tell, should_stop=should_stop)
     write_atomic(folder / "w.bin", vector(finished.w).numpy().tobytes())
     fleet.save(folder)
+    if fleet.log:
+        fleet.log.end(finished.w)
     write_origin(folder / FILE, origin_of(request.config, Cell(request.label, request.seed), fleet.job, finished.w))
     if request.config.save_models:
         export(folder, fleet)

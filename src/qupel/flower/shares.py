@@ -1,7 +1,8 @@
 """A secret as shares, any t of which give it again and fewer nothing (Shamir, 1979), over the integers modulo a prime.
 
 Flower's own sharing (flwr.common.secure_aggregation.crypto.shamir: pycryptodome's field of 2^128 elements in Python) is
-sound, but takes 0.3 s to put one key together from 14 shares, here 0.1 ms: a round of 1,000 clients has 1,000 of them.
+sound, but takes 40 ms to put one key together from 14 shares and a second from 68, here 0.1 and 3 ms; a round of 1,000
+clients has 1,000 keys.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.flower.boundary import HASH, JOB, MOST_METRICS
+from qupel.flower.policy import Policy
 from qupel.parts.codecs import codecs
 from qupel.parts.phase import Phase
 from qupel.parts.servers.mean import Mean
@@ -31,11 +32,12 @@ from qupel.run.config import (
 )
 from qupel.run.jobs import Cell, build_phases, model_name
 from qupel.run.recipes import Length
+from qupel.run.sections import SecureConfig
 from qupel.tasks.losses import losses
 from qupel.tasks.metrics import chosen, metrics
 from qupel.util.errors import UserError
 
-PROTOCOL: Literal[4] = 4  # of the messages between server and clients; both sides must agree
+PROTOCOL: Literal[5] = 5  # of the messages between server and clients; both sides must agree
 
 
 class Wanted(Strict):
@@ -114,7 +116,7 @@ class Task(Wanted):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # BinaryRelax ends with an infinite lambda
 
-    protocol: Literal[4] = PROTOCOL
+    protocol: Literal[5] = PROTOCOL
     job: str = Field(pattern=f"^{JOB}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
@@ -129,6 +131,7 @@ class Task(Wanted):
     sample: float = Field(gt=0, le=1)
     augment: bool = False
     upload: str = Field("fp32", description="the codec")
+    secure: SecureConfig | None = Field(None, description="uploads leave masked, for their sum")
 
     @field_validator("upload")
     @classmethod
@@ -137,7 +140,9 @@ class Task(Wanted):
         return value
 
     @classmethod
-    def of(cls, job: Job, config: Config, cell: Cell, *, name: str, upload: str) -> Task:
+    def of(
+        cls, job: Job, config: Config, cell: Cell, *, name: str, upload: str, secure: SecureConfig | None = None
+    ) -> Task:
         """What clients must know of the server's job."""
         described = Wanted.of_config(config, cell).model_dump() | {
             "job": name,
@@ -154,6 +159,7 @@ class Task(Wanted):
             "sample": job.sample,
             "augment": job.transform.augment,
             "upload": upload,
+            "secure": None if secure is None else secure.model_dump(),
         }
         return cls.model_validate_json(json.dumps(described))
 
@@ -209,6 +215,8 @@ class ClientConfig(Strict):
     nice: int = Field(0, ge=0, le=19)
     allow: tuple[str, ...] = Field((), description="modules of this machine that a job may name its parts from")
     modules: Path | None = Field(None, description="a folder of modules, besides this file's own")
+    keys: Path = Field(Path("."), description="folder with its key and the other clients' (key, peers)")
+    policy: Policy = Policy()
     privacy: Privacy | None = None
 
     @model_validator(mode="after")
@@ -238,7 +246,7 @@ def load_client(path: Path) -> ClientConfig:
         find_modules_in(here)
         if config.modules is not None:
             find_modules_in(here / config.modules.expanduser())
-    own: dict[str, Any] = {"state": here / config.state}
+    own: dict[str, Any] = {"state": here / config.state, "keys": here / config.keys.expanduser()}
     if data.name.endswith((".npz", "/")):
         own["data"] = data.model_copy(
             update={"name": f"{here / Path(data.name).expanduser()}{'/' * data.name.endswith('/')}"}

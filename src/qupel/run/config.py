@@ -28,7 +28,7 @@ from pydantic import (
 from qupel.deploy.budget import parse_size
 from qupel.parts.phase import Phase, phase_from
 from qupel.run.recipes import Length, Settings, compose, find, recipes
-from qupel.run.sections import DataConfig, ModelConfig, SplitConfig, Strict, TaskConfig, check_model
+from qupel.run.sections import DataConfig, ModelConfig, SecureConfig, SplitConfig, Strict, TaskConfig, check_model
 from qupel.util.errors import UserError
 
 _BRANCHES = {"constrained-int", "str"}  # what pydantic adds to a path for the choices of a union
@@ -143,6 +143,11 @@ class Config(Strict):
     vectorize: Literal["auto", "on", "off"] = Field("auto", description="clients of a process trained in stacks")
     save_models: bool = True
     diagnostics: Literal["off", "cheap", "full"] = "off"
+    secure: SecureConfig | None = Field(
+        None,
+        description="federations on Flower: the server gets sums of uploads only",
+        exclude_if=lambda value: value is None,  # runs of before it was there have the same settings
+    )
     methods: dict[str, MethodConfig]
 
     @field_validator("bits")
