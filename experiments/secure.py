@@ -1,0 +1,120 @@
+"""Digits on Flower with TLS: a run with --secure in which clients are killed on the way, beside the plain one.
+
+    python experiments/secure.py [--clients 20] [--rounds 10] [--kill 2] [--out docs/results/secure_flower.json]
+
+Starts a federation on loopback twice (plain, then secure), with node keys; of the secure one, clients are killed, with
+their workers, when a third and when two thirds of the rounds are done. Some twenty minutes for 20 clients on two cores.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from qupel.flower import folder as folders
+from qupel.flower.drive import drive
+from qupel.flower.replay import replay
+from qupel.flower.server import Request, Terms
+from qupel.flower.tryout import Running, down, up
+from qupel.run import config as configs
+from qupel.run.sections import SecureConfig
+from qupel.util.files import write_json
+
+CONFIG = """
+rounds = {rounds}
+evaluate_every = {rounds}
+save_models = false
+bits = [2, 3]
+[split]
+clients = {clients}
+[methods.QuPeL]
+recipe = "qupel"
+"""
+
+
+def kill(running: Running, number: int) -> None:
+    """A client's SuperNode and its worker, at once."""
+    names = {f"client-{number}", f"worker of client-{number}"}
+    for process in [*running.processes.values(), *running.workers()]:
+        if process.name in names and process.alive():
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def killer(running: Running, target: Path, victims: dict[int, int], killed: dict[int, int]) -> None:
+    """victims: client -> rounds done when it goes, in the midst of the next one."""
+    while set(victims) - set(killed) and not (target / "end.json").exists():
+        path = target / "progress.jsonl"
+        done = len(path.read_text().splitlines()) if path.exists() else 0
+        for client, rounds in victims.items():
+            if client not in killed and done >= rounds:
+                time.sleep(5)
+                kill(running, client)
+                killed[client] = done + 1
+        time.sleep(1)
+
+
+def measure(place: Path, name: str, clients: int, rounds: int, kills: int) -> dict[str, Any]:
+    """One run, in a federation of its own: test accuracy of each client, seconds and bytes of a round."""
+    config = configs.parse(CONFIG.format(rounds=rounds, clients=clients), "experiment")
+    federation = folders.init(place / name, clients, "127.0.0.1", 8443, config, "/opt/qupel")
+    secure = SecureConfig() if name == "secure" else None
+    terms = Terms(clients, clients * 2 // 3 + 1, 400.0, 900.0, secure=secure, audit=True)
+    target, killed = federation.folder / "runs" / name, dict[int, int]()
+    target.mkdir(parents=True)
+    Request(job=f"{name}-1", config=config, label="QuPeL", seed=0, terms=terms).write(target)
+    victims = {1 + 7 * k: rounds * (k + 1) // (kills + 1) for k in range(kills if secure else 0)}
+    try:
+        up(federation, clients, seconds=1200)
+        running = Running.of(federation)
+        assert running is not None
+        watcher = threading.Thread(target=killer, args=(running, target, victims, killed), daemon=True)
+        watcher.start()
+        drive(federation, running.address, target, "run", lambda line: print(name, line["round"], line["refused"]))
+    finally:
+        down(federation)
+    progress = [json.loads(line) for line in (target / "progress.jsonl").read_text().splitlines()]
+    seconds = [b["seconds"] - a["seconds"] for a, b in pairwise(progress)]
+    whole = [s for s, line in zip(seconds, progress[1:], strict=True) if line["round"] not in killed.values()]
+    last = json.loads((target / "metrics.jsonl").read_text().splitlines()[-1])
+    numbers = last["clients"].get("number", list(range(clients)))
+    return {
+        "test": dict(zip(numbers, last["clients"]["test"], strict=True)),
+        "killed": {str(client): f"in round {round}" for client, round in killed.items()},
+        "refused": sorted({text for line in progress for text in line["refused"]}),
+        "seconds_a_round": statistics.median(whole[:-1]),  # the last one is also judged
+        "upload_bytes": last["upload_bytes"],
+        "replayed": replay(target)[1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--kill", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        runs = {
+            name: measure(Path(place), name, given.clients, given.rounds, given.kill) for name in ("plain", "secure")
+        }
+    both = sorted(set(runs["plain"]["test"]) & set(runs["secure"]["test"]))
+    for run in runs.values():
+        run["accuracy"] = 100 * statistics.mean(run["test"][i] for i in both)
+        run["test"] = {str(i): value for i, value in run["test"].items()}
+    result = {"clients": given.clients, "rounds": given.rounds, "judged": len(both), **runs}
+    result["difference"] = runs["secure"]["accuracy"] - runs["plain"]["accuracy"]
+    print(json.dumps(result, indent=1))
+    if given.out:
+        write_json(given.out, result)
+
+
+if __name__ == "__main__":
+    main()
