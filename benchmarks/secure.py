@@ -2,7 +2,7 @@
 
     python benchmarks/secure.py [--clients 20 100 1000] [--numbers 100000] [--bits 16] [--neighbours 100] [--drop 0.05]
 
-One thread, keys as on Flower (ECDSA, P-384). Clients are timed one by one, as if each had a machine of its own; `drop` of
+One thread, keys as on Flower (ECDSA, P-384). Clients are timed one by one, as if each had its own machine; `drop` of
 them mask nothing after they have shared. The sum is compared with the plain one. 1,000 clients take some ten minutes.
 """
 

@@ -159,7 +159,8 @@ def test_fixed_point(bits):
     made = [codec.encode(v, zero, None, rng(seed)) for seed in range(2000 if bits == 16 else 20)]
     assert len(made[0][0]) == codec.size(7) == 7 * bits // 8
     codes = np.stack([codec.integers(payload) for payload, _ in made])  # (n, 7)
-    assert codes.max() == codec.most == 2 ** (bits - 1) - 1 and codes.min() == -codec.most
+    assert codes.max() == codec.most == 2 ** (bits - 1) - 1
+    assert codes.min() == -codec.most
     exact = v.double().clamp(-0.5, 0.5).numpy() / codec.step
     assert np.abs(codes - exact).max() < 1 + 1e-6
     assert np.abs(codes.mean(0) - exact).max() < 5 * 0.5 / math.sqrt(len(made))

@@ -3,7 +3,7 @@
     {"entry": {...}, "hash": sha256(hash before | entry)}
 
 A line is on disk when `append` returns. What was being written when the machine went down is cut off by the next entry;
-any other change, a missing line included, breaks the chain. Whoever kept the last hash (`head`) sees a missing end, too.
+any other change, a missing line included, breaks the chain. Whoever kept the last hash sees a missing end, too.
 Nothing but the standard library and `util`: also a SuperNode appends.
 """
 

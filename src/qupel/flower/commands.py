@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qupel.flower.telling import show, show_account, tell
+from qupel.flower.telling import show, show_log, tell
 from qupel.util.errors import UserError
 from qupel.util.terminal import shown
 
@@ -357,18 +357,7 @@ def audit(
     lines: Annotated[bool, typer.Option("--lines", help="every line of the log")] = False,
 ) -> None:
     """Check a log: what left a client, by job; or a server's run, which --replay computes anew to the same bits."""
-    from qupel.flower import audit as audits
-    from qupel.flower import chain, clean, roundlog
-
-    if (folder / "client.toml").exists():
-        path = clean.state_of(folder) / audits.LOG
-        if replay:
-            raise UserError(f"--replay: {folder} is a client's folder; a run's is DIR/runs/NAME")
-    elif (folder / "request.json").exists():
-        path = folder / roundlog.LOG
-    else:
-        raise UserError(f"{folder} is neither a client's folder (client.toml) nor a run's (request.json)")
-    show_account(path, chain.read(path), lines)
+    show_log(folder, lines)
     if replay:
         from qupel.flower.replay import replay as replayed
 

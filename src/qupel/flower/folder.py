@@ -5,7 +5,7 @@ DIR/app/, app.fab              the Flower app, and its bundle: it names code tha
 DIR/server/                    authority and server certificate, the clients' public keys, start command, systemd unit,
                                proxy rule; stays on the server
 DIR/clients/client-0/          what goes to client 0: its key, all clients' public keys (peers), the authority's
-                               certificate, its config, start command, systemd unit, the hash of the one app that it runs
+                               certificate, its config, start command, systemd unit, the hash of the one app it runs
 DIR/runs/, DIR/logs/, up.json  made by `run` and `up`
 """
 

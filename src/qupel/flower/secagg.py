@@ -3,8 +3,8 @@
 Bonawitz et al., CCS 2017, on the sparse graph of Bell et al., CCS 2020 (SecAgg+). With F a stream of AES-256-CTR, of
 which every key is used once, all numbers modulo 2^(8 width), and N(i) the neighbours of client i and i itself:
 
-advertise   i makes X25519 keys (c_i to seal, s_i to mask) and a seed b_i; tells the public ones and a hash of b_i, signed
-            with its key in the federation
+advertise   i makes X25519 keys (c_i to seal, s_i to mask) and a seed b_i; tells the public ones and a hash of b_i,
+            signed with its key in the federation
 share       k_ij = HKDF(s_i s_j). i splits b_i and the secret s_i among N(i), t shares needed; each is sealed for its
             holder (AES-GCM, c_i c_j) and relayed by the server
 mask        y_i = x_i + F(b_i) + sum_{j > i} F(k_ij) - sum_{j < i} F(k_ij), j in N(i) among those that shared
@@ -308,7 +308,7 @@ class Sums:
         self.masked.append(client)
 
     def ask(self) -> dict[int, list[int]]:
-        """To each client that masked, who else of N(i) did. Nobody is asked where it is clear that too few can answer."""
+        """To each client that masked, who of N(i) did. Nobody is asked where it is clear that too few can answer."""
         self._enough(len(self.masked))
         here = set(self.masked)
         for i in self._secrets():

@@ -1,4 +1,4 @@
-"""What both sides of a secure round compute from its job: its rules, and a vector of integers out of an upload and back.
+"""What both sides of a secure round compute of its job: its rules, and integers out of an upload and back.
 
 An upload with rows w_k, k = 1..r, and their shares a_k (1 where a method has none) is the integers of a_k (w_k - w) and
 of a_k, in fixed point: from their sums over clients the server has the same weighted means as from the uploads.

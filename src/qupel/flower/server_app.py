@@ -24,8 +24,8 @@ from qupel.engine.scores import short
 from qupel.flower import frames
 from qupel.flower.boundary import SECURE_STAGES, printable
 from qupel.flower.frames import Header
-from qupel.flower.processes import Process
 from qupel.flower.post import Bodies, Reply, body_for
+from qupel.flower.processes import Process
 from qupel.flower.server import adapt, conduct, export, open_fleet
 from qupel.util.errors import UserError
 from qupel.util.files import write_json

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from qupel.util.errors import UserError
 from qupel.util.terminal import losses_text, never_text, shown
-
-if TYPE_CHECKING:
-    from qupel.flower.chain import Line
 
 out = Console()
 err = Console(stderr=True)
@@ -50,22 +47,28 @@ def show(target: Path, name: str = "exports.json") -> None:
     out.print(f"[dim]everything the server knows is in {shown(target)}[/dim]")
 
 
-def show_account(path: Path, log: Iterator[Line], every: bool) -> None:
-    """Of a log whose chain holds: what left, by job, and its last hash; raises at a line that was changed."""
-    from qupel.flower.audit import accounts
+def show_log(folder: Path, every: bool) -> None:
+    """Of a client or of a run: whether its log is whole, its last hash, and of a client what left, by job."""
+    from qupel.flower import chain, clean, roundlog
+    from qupel.flower.audit import LOG, accounts
 
-    lines = list(log)
-    if every:
-        for line in lines:
-            out.print(json.dumps(line.entry), markup=False, highlight=False, soft_wrap=True)
-    if lines and "left" in lines[0].entry:
+    if (folder / "client.toml").exists():
+        path = clean.state_of(folder) / LOG
+    elif (folder / "request.json").exists():
+        path = folder / roundlog.LOG
+    else:
+        raise UserError(f"{folder} is neither a client's folder (client.toml) nor a run's (request.json)")
+    lines = list(chain.read(path))
+    for line in lines if every else ():
+        out.print(json.dumps(line.entry), markup=False, highlight=False, soft_wrap=True)
+    if path.name == LOG:
         table = Table("job", "from", "to", "rounds", "answers", "bytes that left", "refused")
         for job, a in accounts(lines).items():
             why = "; ".join(f"{text} ({count})" for text, count in a.refused.items())
             row = (job or "-", a.first, a.last, str(len(a.rounds)), str(a.answers), f"{a.left:,}", why)
             table.add_row(*(Text(shown(text, 1000)) for text in row))
         out.print(table)
-    head = lines[-1].hash if lines else "-"
+    head = lines[-1].hash if lines else "none"
     out.print(
-        f"{shown(path)}: {len(lines)} lines, none changed; the last hash is {head}", highlight=False, soft_wrap=True
+        f"{shown(path)}: {len(lines)} lines, none changed; the last hash: {head}", highlight=False, soft_wrap=True
     )
