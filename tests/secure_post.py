@@ -37,7 +37,7 @@ def summed(
     most: int = 100,
     seen: dict | None = None,
 ):
-    """(the sum, who is in it). gone: stage -> clients that answer neither it nor later ones; seen: what the server got."""
+    """(the sum, who is in it). gone: stage -> clients that are gone from it on; seen: what the server got."""
     count, gone, seen = len(vectors), gone or {}, {} if seen is None else seen
     parties = [Party(rules, i, keys.sign(i), keys.verify) for i in range(count)]
     server = Sums(rules, least, most)

@@ -290,7 +290,7 @@ def test_the_list_is_the_one_above():
 def table():
     """The list as docs/deploy.md shows it."""
     rows = ["| question | field | what it is | allowed | with `[privacy]` |", "|---|---|---|---|---|"]
-    for kind in ("hello", "train", "evaluate", "export", "adapt"):
+    for kind in ("hello", "train", "share", "mask", "open", "evaluate", "export", "adapt"):
         private = {f.name for f in fields(boundary.LEAVES[kind, True])}
         for f in fields(boundary.LEAVES[kind, False]):
             meaning, rule = f.metadata["meaning"], f.metadata["rule"]
