@@ -16,7 +16,7 @@ from qupel.flower import audit, boundary, chain, peers
 from qupel.flower.masking import OPENED
 from qupel.flower.replay import replay
 from qupel.flower.secure import only_adds
-from qupel.flower.server import conduct, open_fleet
+from qupel.flower.server import as_bytes, conduct, open_fleet
 from qupel.parts.base import vector
 from qupel.parts.servers import servers
 from qupel.run.config import parse
@@ -194,6 +194,29 @@ def test_a_client_helps_to_open_one_sum_of_a_round(tmp_path):
     assert len(finished.lines) == len(told(folder))
     assert finished.lines[-1]["round"] == 5
     assert any(line.get("refused") == boundary.OPENED for line in lines(tmp_path, 3))
+
+
+def test_a_secure_job_is_never_answered_without_masks(tmp_path):
+    """A server that has keys, and asks for the same round once more as if the job were a plain one."""
+    post = federation(tmp_path)
+    post.twist = lambda client, header, reply: [] if header["kind"] == "share" else [reply]
+    fleet = open_fleet(request(tmp_path / "run"), post)
+    w = (torch.zeros(fleet.size),)
+    list(fleet.train(0, w, range(5)))
+    fleet.task, fleet.sums = fleet.task.model_copy(update={"secure": None}), None
+    replies = list(fleet.ask("train", 0, as_bytes(w), range(5)))
+    assert {(r.header.get("error"), r.body) for r in replies} == {(boundary.POLICY["secure"], b"")}
+
+
+def test_a_client_with_a_wrong_key_is_named_where_the_server_knows_the_keys(tmp_path):
+    post = federation(tmp_path)
+    keys(tmp_path / "other", 5)
+    (tmp_path / "keys-4/key").write_bytes((tmp_path / "other/keys-4/key").read_bytes())
+    fleet = open_fleet(request(tmp_path / "run"), post)
+    fleet.peers = tmp_path / "keys-0"
+    done = {d.client: d for d in fleet.train(0, (torch.zeros(fleet.size),), range(5))}
+    assert done[4].fault == "its keys are not signed with its key of the federation"
+    assert done[-1].share == 4
 
 
 def test_a_stopped_run_goes_on(tmp_path):

@@ -41,6 +41,7 @@ from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations, Undone
 from qupel.flower.ledger import Ledger
 from qupel.flower.masking import Masking
+from qupel.flower.policy import refuse
 from qupel.flower.secure import codec_of, encoded
 from qupel.flower.task import PROTOCOL, ClientConfig, Task, Wanted
 from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
@@ -109,6 +110,8 @@ class Client:
         w = job.rows(round, body)
         if kind == "train" and job.secure(round):
             return job.masked(Asked.of(int(header["attempt"]), round, body), w, undone, str(header["session"]))
+        if kind == "train" and job.masking.path.exists() and job.task.secure is None:
+            raise refuse("secure", "a round of a job that began with secure aggregation")
         if kind == "train":
             return job.train(Asked.of(int(header["attempt"]), round, body), w, undone)
         if kind == "evaluate":
@@ -234,7 +237,7 @@ class ClientJob(LateJob):
 
     def masked(self, asked: Asked, w: Rows, undone: Undone, session: str) -> tuple[Answer, bytes]:
         """One round whose upload stays here until `mask`; what leaves are keys for that."""
-        self.masking.check(asked.round)
+        self.masking.enter(asked.round)
         answer, payload = self.train(asked, w, undone)
         return answer, self.masking.begin(asked.round, session, payload, len(w))
 

@@ -262,7 +262,7 @@ def run(
     codecs.build(upload, "--upload")
     here = max(1, federation.clients - len(federation.revoked()))
     masked = parsed.secure or (SecureConfig() if secure else None)
-    least = minimum or (max(LEAST_SUM, int(here * masked.threshold) + 1) if masked else here)
+    least = minimum or (max(LEAST_SUM, int(here * parsed.sample * masked.threshold) + 1) if masked else here)
     if masked and least < LEAST_SUM:
         raise UserError(f"--minimum {least}: a secure sum has at least {LEAST_SUM} clients")
     terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, masked, audit)
@@ -280,6 +280,7 @@ def run(
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
         job, beside = f"{chosen.name}-{secrets.token_hex(4)}", config.resolve().parent
         request = Request(job=job, config=parsed, label=chosen.label, seed=chosen.seed, terms=terms, modules=beside)
+        request = request.model_copy(update={"peers": federation.server if masked else None})
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")

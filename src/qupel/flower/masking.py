@@ -2,7 +2,8 @@
 
 Keys and seeds of a sum are in the worker's memory alone: one that dies within a sum is a client that dropped out. Of
 each round a client helps to open one sum: two sums that differ by one client would tell that client's upload. STATE/
-<job>/opened.json has the last such round; it is on disk before the answer leaves.
+<job>/opened.json has the last such round; it is on disk before the answer leaves. A job that has it is never answered
+without masks.
 """
 
 from __future__ import annotations
@@ -39,6 +40,13 @@ class Masking:
         if self.path.exists() and round <= int(read_json(self.path)["round"]):
             raise UserError(boundary.OPENED)
 
+    def enter(self, round: int) -> None:
+        """Before anything of a secure round is kept here."""
+        self.check(round)
+        if not self.path.exists():
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_json(self.path, {"round": -1})
+
     def begin(self, round: int, session: str, payload: bytes, rows: int) -> bytes:
         """New keys for a sum that this upload is to be part of."""
         from qupel.flower.peers import signer, verifier
@@ -67,7 +75,6 @@ class Masking:
             if kind == "open":
                 self.check(round)
                 answer = pack(party.open(given))
-                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 write_json(self.path, {"round": round})
                 return answer
             answer = pack(party.share(given)) if kind == "share" else party.mask(self.vector, given)

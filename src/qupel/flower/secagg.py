@@ -151,6 +151,12 @@ def signed_text(client: int, advert: bytes, rules: Rules) -> bytes:
     return b"qupel secure sum 1 keys" + rules.digest + _ENTRY.pack(client, 0) + advert
 
 
+def is_signed(client: int, advert: bytes, rules: Rules, verify: Verify) -> bool:
+    """Whether these keys are a client's own, for this sum."""
+    keys, signature = advert[: _ADVERT.size], advert[_ADVERT.size :]
+    return len(keys) == _ADVERT.size and verify(client, signed_text(client, keys, rules), signature)
+
+
 def pack(table: Mapping[int, bytes]) -> bytes:
     """client -> bytes, as bytes."""
     return b"".join(_ENTRY.pack(client, len(table[client])) + table[client] for client in sorted(table))
@@ -198,11 +204,9 @@ class Party:
         self._enter(2)
         self._enough(len(adverts) + 1, 1)
         for other, advert in adverts.items():
-            keys, signature = advert[: _ADVERT.size], advert[_ADVERT.size :]
-            known = other != self.client and len(keys) == _ADVERT.size
-            if not known or not self.verify(other, signed_text(other, keys, self.rules), signature):
+            if other == self.client or not is_signed(other, advert, self.rules, self.verify):
                 raise Refused(f"keys of client {other} which that client has not signed for this sum")
-            self.adverts[other] = keys
+            self.adverts[other] = advert[: _ADVERT.size]
         members = [self.client, *self.adverts]
         self.needed = self.rules.needed(len(members))
         secret = self.mask_key.private_bytes_raw()
@@ -292,7 +296,7 @@ class Sums:
     def relay(self, sealed: Mapping[int, Mapping[int, bytes]]) -> dict[int, dict[int, bytes]]:
         """To each client what was sealed for it. One whose secrets too few hold is left out from here on: if it went
         missing, nobody could take its masks off."""
-        paired = {i: [j for j in self.graph[i] if j in sealed and i in sealed[j]] for i in sealed}
+        paired = {i: [j for j in self.graph[i] if j in sealed and i in sealed[j] and j in sealed[i]] for i in sealed}
         while lost := [i for i in paired if len(paired[i]) + 1 < self._needed(i)]:
             paired = {i: [j for j in others if j not in lost] for i, others in paired.items() if i not in lost}
         self._enough(len(paired))

@@ -78,6 +78,7 @@ class Fleet:
         self.size = Layout.of(job.module).size
         self.sums = Summing(self, task.secure) if task.secure else None
         self.log: RoundLog | None = None  # what an auditor replays
+        self.peers: Path | None = None  # a folder with all clients' public keys
 
     def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         self.round = round
@@ -231,6 +232,7 @@ class Request(Strict):
     seed: int
     terms: Terms
     modules: Path | None = None  # where parts of one's own are: beside the config
+    peers: Path | None = None  # a folder with all clients' public keys (`peers`)
 
     @classmethod
     def read(cls, folder: Path) -> Request:
@@ -313,6 +315,7 @@ def open_fleet(folder: Path, post: Post) -> Fleet:
         write_json(greeting, greet(post, request))
     job, task = described(folder, request)
     fleet = Fleet(job, task, post, request.terms, attempt)
+    fleet.peers = request.peers
     fleet.log = RoundLog(folder, attempt, task.model_dump_json()) if request.terms.audit else None
     return fleet
 

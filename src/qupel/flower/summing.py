@@ -78,13 +78,19 @@ class OneSum:
 
     def run(self, w: Rows, asked: Sequence[int]) -> Integers:
         """The sum; raises `GivenUp`."""
-        from qupel.flower.secagg import pack, unpack
+        from qupel.flower.peers import verifier
+        from qupel.flower.secagg import is_signed, pack, unpack
 
+        verify = verifier(self.fleet.peers) if self.fleet.peers else None
         adverts = {}
         for client, body, heard in self._stage("train", vector(w).numpy().tobytes(), asked):
-            if isinstance(heard, boundary.PrivateUpdate):
-                self.done[client] = Trained(client, None, self.fleet.told(heard))
-                adverts[client] = body
+            if not isinstance(heard, boundary.PrivateUpdate):
+                continue
+            if verify and not is_signed(client, body, self.sums.rules, verify):  # the others would refuse, unnamed
+                self._fault(client, "its keys are not signed with its key of the federation")
+                continue
+            self.done[client] = Trained(client, None, self.fleet.told(heard))
+            adverts[client] = body
         told = self.sums.introduce(adverts)
         sealed = {}
         for client, body, _ in self._stage("share", packed(told), sorted(told)):

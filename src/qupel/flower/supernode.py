@@ -13,6 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def main(folder: Path, options: list[str]) -> None:
         raise UserError(f"{folder} already has a SuperNode, process {before.pid}")
     if ends(folder / "ca.crt") < datetime.now(UTC):
         raise UserError(f"{folder / 'ca.crt'} has expired; `qupel flower renew` on the server makes a new one")
-    pin(wanted, lambda run, other: audit.refused_code(clean.state_of(folder), run, other))
+    pin(wanted, partial(audit.refused_code, clean.state_of(folder)))
     for left in clean.of_client(folder):
         left.remove()
         print(f"removed {left.what}", file=sys.stderr, flush=True)
