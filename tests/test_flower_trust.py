@@ -379,7 +379,7 @@ def test_workers_of_a_supernode_that_is_gone(made, gone):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--upload", "zip"), "--upload: unknown codec 'zip'; allowed: fp16, fp32, int8"),
+        (("--upload", "zip"), "--upload: unknown codec 'zip'; allowed: fixed, fp16, fp32, int8"),
         (("--set", 'task.metrics=["operators:sub"]'), "metric 'operators:sub': no module 'operators'"),
         (
             ("--set", "seeds=[1, 2]"),
