@@ -1,8 +1,8 @@
-"""What secure aggregation costs a round, with the post in this process: seconds and bytes a client, seconds the server.
+"""What secure aggregation costs a round, with the post in this process: CPU seconds and bytes a client, and the server.
 
     python benchmarks/secure.py [--clients 20 100 1000] [--numbers 100000] [--bits 16] [--neighbours 100] [--drop 0.05]
 
-One thread, keys as on Flower (ECDSA, P-384). Clients are timed one by one, as if each had its own machine; `drop` of
+One thread; keys as on Flower (ECDSA, P-384). Clients are timed one by one, as if each had its own machine; `drop` of
 them mask nothing after they have shared. The sum is compared with the plain one. 1,000 clients take some ten minutes.
 """
 
@@ -29,15 +29,15 @@ SHA = ec.ECDSA(hashes.SHA384())
 
 
 class Clock:
-    """Seconds by name and client."""
+    """CPU seconds by name and client: what else the machine does hardly counts."""
 
     def __init__(self) -> None:
         self.spent: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
 
     def time(self, name: str, client: int, act: Callable[[], T]) -> T:
-        begin = time.perf_counter()
+        begin = time.process_time()
         done = act()
-        self.spent[name][client] += time.perf_counter() - begin
+        self.spent[name][client] += time.process_time() - begin
         return done
 
     def median(self, name: str) -> float:

@@ -1,9 +1,10 @@
 """Digits on Flower with TLS: a run with --secure in which clients are killed on the way, beside the plain one.
 
-    python experiments/secure.py [--clients 20] [--rounds 10] [--kill 2] [--out docs/results/secure_flower.json]
+    python experiments/secure.py [--clients 20] [--rounds 10] [--kill 2] [--here] [--out docs/results/secure_flower.json]
 
 Starts a federation on loopback twice (plain, then secure), with node keys; of the secure one, clients are killed, with
-their workers, when a third and when two thirds of the rounds are done. Some twenty minutes for 20 clients on two cores.
+their workers, when a third and when two thirds of the rounds are done. Some forty minutes for 20 clients on two cores.
+--here: the same clients and server with the post in this process, two minutes; who is killed goes before it masks.
 """
 
 import argparse
@@ -14,15 +15,20 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from qupel.engine.rounds import Progress
 from qupel.flower import folder as folders
 from qupel.flower.drive import drive
+from qupel.flower.frames import Header
+from qupel.flower.post import Bodies, Reply, body_for
 from qupel.flower.replay import replay
-from qupel.flower.server import Request, Terms
+from qupel.flower.server import Request, Terms, conduct
 from qupel.flower.tryout import Running, down, up
+from qupel.flower.worker import open_client
 from qupel.run import config as configs
 from qupel.run.sections import SecureConfig
 from qupel.util.files import write_json
@@ -60,7 +66,25 @@ def killer(running: Running, target: Path, victims: dict[int, int], killed: dict
         time.sleep(1)
 
 
-def measure(place: Path, name: str, clients: int, rounds: int, kills: int) -> dict[str, Any]:
+class Here:
+    """The post in this process. victims: client -> the round in which it goes, asked to mask."""
+
+    def __init__(self, federation: folders.Federation, victims: dict[int, int]) -> None:
+        self.clients = [open_client(federation.client(i) / "client.toml") for i in range(federation.clients)]
+        self.victims, self.gone = victims, dict[int, int]()
+
+    def present(self) -> list[int]:
+        return [i for i in range(len(self.clients)) if i not in self.gone]
+
+    def ask(self, header: Header, body: Bodies, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
+        for i in clients:
+            if header["kind"] == "mask" and header["round"] + 1 == self.victims.get(i):
+                self.gone[i] = self.victims[i]
+            if i not in self.gone:
+                yield Reply(i, *self.clients[i].answer(header, body_for(i, body)))
+
+
+def measure(place: Path, name: str, clients: int, rounds: int, kills: int, here: bool = False) -> dict[str, Any]:
     """One run, in a federation of its own: test accuracy of each client, seconds and bytes of a round."""
     config = configs.parse(CONFIG.format(rounds=rounds, clients=clients), "experiment")
     federation = folders.init(place / name, clients, "127.0.0.1", 8443, config, "/opt/qupel")
@@ -70,6 +94,16 @@ def measure(place: Path, name: str, clients: int, rounds: int, kills: int) -> di
     target.mkdir(parents=True)
     Request(job=f"{name}-1", config=config, label="QuPeL", seed=0, terms=terms).write(target)
     victims = {1 + 7 * k: rounds * (k + 1) // (kills + 1) for k in range(kills if secure else 0)}
+    if here:
+        post, began = Here(federation, {client: done + 1 for client, done in victims.items()}), time.monotonic()
+
+        def note(progress: Progress) -> None:
+            with (target / "progress.jsonl").open("a") as file:
+                told = {"round": progress.round, "refused": progress.refused, "seconds": time.monotonic() - began}
+                file.write(json.dumps(told) + "\n")
+
+        conduct(target, post, note)
+        return outcome(target, post.gone, clients)
     try:
         up(federation, clients, seconds=1200)
         running = Running.of(federation)
@@ -79,6 +113,10 @@ def measure(place: Path, name: str, clients: int, rounds: int, kills: int) -> di
         drive(federation, running.address, target, "run", lambda line: print(name, line["round"], line["refused"]))
     finally:
         down(federation)
+    return outcome(target, killed, clients)
+
+
+def outcome(target: Path, killed: dict[int, int], clients: int) -> dict[str, Any]:
     progress = [json.loads(line) for line in (target / "progress.jsonl").read_text().splitlines()]
     seconds = [b["seconds"] - a["seconds"] for a, b in pairwise(progress)]
     whole = [s for s, line in zip(seconds, progress[1:], strict=True) if line["round"] not in killed.values()]
@@ -99,12 +137,12 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--kill", type=int, default=2)
+    parser.add_argument("--here", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        runs = {
-            name: measure(Path(place), name, given.clients, given.rounds, given.kill) for name in ("plain", "secure")
-        }
+        options = (given.clients, given.rounds, given.kill, given.here)
+        runs = {name: measure(Path(place), name, *options) for name in ("plain", "secure")}
     both = sorted(set(runs["plain"]["test"]) & set(runs["secure"]["test"]))
     for run in runs.values():
         run["accuracy"] = 100 * statistics.mean(run["test"][i] for i in both)
