@@ -1,6 +1,6 @@
 """Digits on Flower with TLS: a run with --secure in which clients are killed on the way, beside the plain one.
 
-    python experiments/secure.py [--clients 20] [--rounds 10] [--kill 2] [--here] [--out docs/results/secure_flower.json]
+    python experiments/secure.py [--clients 20] [--rounds 10] [--kill 2] [--here] [--out FILE.json]
 
 Starts a federation on loopback twice (plain, then secure), with node keys; of the secure one, clients are killed, with
 their workers, when a third and when two thirds of the rounds are done. Some forty minutes for 20 clients on two cores.

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qupel.flower.telling import show, show_log, tell
+from qupel.flower.watch import show, show_log, tell
 from qupel.util.errors import UserError
 from qupel.util.terminal import shown
 
@@ -265,7 +265,7 @@ def run(
     least = minimum or (max(LEAST_SUM, int(here * parsed.sample * masked.threshold) + 1) if masked else here)
     if masked and least < LEAST_SUM:
         raise UserError(f"--minimum {least}: a secure sum has at least {LEAST_SUM} clients")
-    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, masked, audit)
+    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, secure=masked, audit=audit)
     if resume and name is None:
         raise UserError("--resume needs --name, that of the run to go on with")
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"

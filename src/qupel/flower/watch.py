@@ -1,4 +1,4 @@
-"""What the commands of a federation print: a run's progress, what it left, a log's account."""
+"""What the commands of a federation say on a terminal."""
 
 from __future__ import annotations
 
