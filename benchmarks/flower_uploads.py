@@ -32,7 +32,7 @@ evaluate_every = 30
 [split]
 train_per_client = 20
 [methods.QuPeL]
-recipe = "qupel"
+recipe = "qupel-prox"
 warmup = 0.5
 """
 

@@ -21,12 +21,12 @@ RECIPES = (
     "fedavg-finetune", "proxquant", "binaryrelax", "ptq-range", "ptq-kmeans",
 )  # fmt: skip
 VARIANTS = {
-    "qupel soft": 'recipe = "qupel"\nmode = "soft"',
-    "qupel carry": 'recipe = "qupel"\ncarry = true',
-    "qupel momentum": 'recipe = "qupel"\noptimizer = "momentum"',
-    "qupel adam": 'recipe = "qupel"\noptimizer = "adam"\neta1 = 0.01',
-    "local soft": 'recipe = "local"\nmode = "soft"',
-    "local carry": 'recipe = "local"\ncarry = true',
+    "qupel soft": 'recipe = "qupel-prox"\nmode = "soft"',
+    "qupel carry": 'recipe = "qupel-prox"\ncarry = true',
+    "qupel momentum": 'recipe = "qupel-prox"\noptimizer = "momentum"',
+    "qupel adam": 'recipe = "qupel-prox"\noptimizer = "adam"\neta1 = 0.01',
+    "local soft": 'recipe = "local-prox"\nmode = "soft"',
+    "local carry": 'recipe = "local-prox"\ncarry = true',
 }
 ENGINES = {
     "loop": ["--workers", "1"],

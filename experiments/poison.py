@@ -34,7 +34,7 @@ train_per_client = 60
 [model]
 name = "mlp"
 [methods.QuPeL]
-recipe = "qupel"
+recipe = "qupel-prox"
 [methods.FedAvg]
 recipe = "fedavg"
 """

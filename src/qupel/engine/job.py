@@ -16,7 +16,7 @@ from qupel.core.codebook import Plan
 from qupel.core.schedule import Clock
 from qupel.data.batches import Transform, chunks, generator
 from qupel.data.partition import Part
-from qupel.data.scale import scale_of
+from qupel.data.scale import scale_of, unit_of
 from qupel.data.sources import Dataset, kind_in_words
 from qupel.parts.base import State
 from qupel.parts.methods import Method
@@ -240,15 +240,24 @@ class Job:
 
 def standardized(job: Job, how: str) -> Job:
     """This job with inputs of mean 0 and deviation 1 in every channel: "client", by the client's own training data, or
-    "shared", by all clients' together. The numbers are part of every client's file."""
+    "shared", by all clients' together. "auto": floats are divided by one number, if they are far from the size that
+    step sizes are made for. The numbers are part of every client's file."""
     if how == "off" or not len(job.data.train):  # a server that has none
         return job
     kind = job.data.train.kinds[0]
     if not (isinstance(kind, tuple) and kind[0] == torch.float32 and kind[1]):
+        if how == "auto":
+            return job
         what = kind_in_words(kind)
         raise UserError(f"standardize: for one input of floats (n, features, ...); {job.data.name} has {what}")
     rows = [part.train_rows for part in job.parts]
-    scales = [scale_of(job.data.train, own) for own in (rows if how == "client" else [np.concatenate(rows)])]
+    if how == "auto":
+        unit = 1.0 if job.data.mean else unit_of(job.data.train, rows)
+        scales = [((0.0,) * kind[1][0], (unit,) * kind[1][0])]
+        if unit == 1.0:
+            return job
+    else:
+        scales = [scale_of(job.data.train, own) for own in (rows if how == "client" else [np.concatenate(rows)])]
     made = [replace(job.transform, mean=torch.tensor(mean), std=torch.tensor(std)) for mean, std in scales]
     if how == "client":
         return replace(job, transforms=made)

@@ -150,7 +150,7 @@ class Shard:
         """The method's `start`. Many clients come with one and the same model, from FedAvg or from nowhere: what it
         becomes (k-means takes longer than many steps) is made once a plan."""
         method, plan, problem = self.job.phases[phase].method, self.job.plans[client], self.problem(client)
-        if before.x is not before.w or before.codebook:
+        if type(before) is not State or before.x is not before.w or before.codebook:  # has something of its own
             return method.start(before, plan, problem)
         key = (phase, self.job.network_of(client), plan.key)
         source, _ = self.starts.get(key, (None, None))

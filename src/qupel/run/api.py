@@ -81,7 +81,7 @@ def fit(
     local_steps: int = 10,
     batch: int = 20,
     loss: Loss | str | None = None,
-    standardize: Literal["off", "client", "shared"] = "off",
+    standardize: Literal["auto", "off", "client", "shared"] = "auto",
     settings: Settings | None = None,
     quantizer: str | Quantizer | None = None,
     server: str | Server | None = None,
@@ -122,6 +122,8 @@ def fit(
     loss:     a name, or (outputs, targets) -> mean loss; where samples have weights, (outputs, targets, weights); by
               default cross entropy for int targets, mean squared error for float ones.
     standardize: float inputs by mean and deviation of the client's own training data, or of all clients' ("shared").
+              "auto": where their root mean square is not within 0.4 and 2.5, they are divided by it; the models that
+              are returned do so themselves.
     quantizer, server: of a method; by default its own quantizer, and the mean. A name that is both a recipe's and a
               method's is the recipe's, unless one of these is given.
 

@@ -125,7 +125,7 @@ class Fit:
         about = replace(self.about, client=plain(self.names[client]), extra={**self.about.extra, **told})
         if self.transforms:
             about = replace(about, **self.transforms[client].scale)
-        written = write(path, self.models[client], self.codebooks[client], about, to, rest)
+        written = write(path, bare(self.models[client]), self.codebooks[client], about, to, rest)
         if to == "packed" and "budget" in told and written > told["budget"]:
             raise Failed(f"{self.names[client]}: its file has {written} bytes, over its budget of {allowed}")
         return written
@@ -227,7 +227,29 @@ def collect(job: Job, engine: Engine, finished: Finished, choice: Choice, origin
         codebooks.append(deployed.cpu().codebook)
     whole = copy.deepcopy(judge.load(finished.w[0], _everybody(job))).cpu()
     about = _about(job, whole, origin.label)
+    if origin.standardize == "auto" and job.standardized:
+        for model in (*models, whole):
+            model.register_forward_pre_hook(Unit(job.transform))
     return Fit(models, codebooks, whole, finished.lines, list(job.names), choice, about, origin, job.transforms)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Inputs of a model as its clients have them -> as it was trained on them: a hook before `forward`."""
+
+    transform: Transform
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.transform.apply(inputs[0]), *inputs[1:])
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model as it was trained, for files, which say themselves how inputs are scaled."""
+    if not any(isinstance(hook, Unit) for hook in model._forward_pre_hooks.values()):
+        return model
+    model = copy.deepcopy(model)
+    model._forward_pre_hooks.clear()
+    return model
 
 
 def _everybody(job: Job) -> Iterator[Batch]:
@@ -289,6 +311,9 @@ def adapted_fit(
     about = _about(job, whole, origin.label)
     if origin.model:  # as the run's own files name it
         about = replace(about, **facts(origin.model, dict(origin.args or {})))
+    if origin.standardize == "auto" and job.standardized:
+        for model in (*models, whole):
+            model.register_forward_pre_hook(Unit(job.transform))
     return Fit(
         models,
         [m.codebook for m in done.models],

@@ -27,8 +27,9 @@ from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import digest
 from qupel.engine.job import Job, standardized
 from qupel.paper.diagnostics import Diagnostics
-from qupel.parts.methods.base import quantizer_of
+from qupel.parts.methods.base import quantizer_of, sends
 from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.hedged import Hedged
 from qupel.parts.phase import Phase
 from qupel.parts.servers import servers
 from qupel.run.config import Config, MethodConfig
@@ -230,7 +231,7 @@ def assemble(
 def build_plans(config: Config, cell: Cell, module: nn.Module, data: sources.Dataset, clients: int) -> list[Plan]:
     """How many centers each layer of each client gets: from the bits given, or from what fits the client's budget."""
     bits = config.methods[cell.label].bits or config.bits
-    if config.data.standardize != "off" and data.shape:  # as long as any client's can be
+    if config.data.standardize in {"client", "shared"} and data.shape:  # as long as any client's can be
         data = replace(
             data, mean=(-1.2345678901234567e-100,) * data.shape[0], std=(1.2345678901234567e-100,) * data.shape[0]
         )
@@ -257,7 +258,8 @@ def describe(
     """What a client's file says about its model. test: its score, if it has one; allowed: the bytes it may have."""
     told: dict[str, Any] = {} if test is None or data.classes is None else {"test": round(test, 6)}
     told |= {} if allowed is None else {"budget": allowed}
-    told |= {} if config.data.standardize == "off" else {"standardize": config.data.standardize}
+    how = config.data.standardize
+    told |= {} if how == "off" or (how == "auto" and not data.mean) else {"standardize": how}
     example = Transform.of(data).apply(data.train.read(slice(0, 1)).inputs)
     return About(
         **facts(model_name(config, cell), config.model.args),
@@ -286,11 +288,12 @@ def build_phases(method: MethodConfig, length: Length) -> list[Phase]:
 
 
 def with_server(phases: Sequence[Phase], server: Any) -> list[Phase]:
-    """A recipe's phases, those of FedAvg with this server."""
+    """A recipe's phases, those in which one model is shared with this server."""
     made = servers.build(server, "server")
-    if not any(isinstance(p.method, FedAvg) for p in phases):
+    shares = [isinstance(p.method, FedAvg | Hedged) and sends(p.method) for p in phases]
+    if not any(shares):
         raise UserError("server: its recipe has no FedAvg phase for one")
-    return [replace(p, server=made) if isinstance(p.method, FedAvg) else p for p in phases]
+    return [replace(p, server=made) if shared else p for p, shared in zip(phases, shares, strict=True)]
 
 
 def is_dense(phase: Phase) -> bool:

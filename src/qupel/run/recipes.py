@@ -14,17 +14,21 @@ from qupel.core.optim import SGD, Adam, Optimizer
 from qupel.core.schedule import Follow, Schedule, Travel
 from qupel.parts.methods import methods
 from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.hedged import Hedged
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
-from qupel.parts.quantizers import quantizers
+from qupel.parts.quantizers import Quantizer, quantizers
 from qupel.parts.quantizers.afterwards import Afterwards
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
 from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.proxquant import ProxQuant
-from qupel.parts.servers import servers
+from qupel.parts.quantizers.ste import StraightThrough
+from qupel.parts.servers import Server, servers
+from qupel.parts.servers.fedavgm import FedAvgM
+from qupel.parts.servers.mean import Mean
 from qupel.util.errors import UserError
 from qupel.util.registry import Registry
 
@@ -77,8 +81,14 @@ class Settings(BaseModel):
     coupling: float = Field(0.125, ge=0, description="eta3 * lambda_p, the share of x that enters w a step")
     let_go: bool = Field(True, description="lambda_p falls to 0 along a half cosine after the warm-up")
     as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
+    # sharing that knows when to stop (recipes qupel and local)
+    server_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the server while w is shared")
+    fails: float = Field(0.8, ge=0, description="a client is alone where w keeps more than this of its first loss")
+    alone_eta1: float = Field(0.003, gt=0, description="step size of Adam for a model that is trained alone")
+    prior: float = Field(0.5, ge=0, description="pseudo-counts of the label prior of personal models; 0: none")
     # phases, as shares of the rounds
-    warmup: float = Field(0.8, ge=0, lt=1, description="FedAvg first")
+    warmup: float = Field(0.8, ge=0, lt=1, description="full precision first")
+    shared_levels: float = Field(0.2, ge=0, lt=1, description="then quantized while still shared")
     finetune: float = Field(0.1, ge=0, lt=1, description="fixed assignments last")
 
     def x_optimizer(self) -> Optimizer:
@@ -93,6 +103,15 @@ class Settings(BaseModel):
     def center_schedule(self, length: Length) -> Schedule:
         """With the mean gradient and the model's own schedule a center moves as its average weight would."""
         return self.x_schedule(length) if self.eta2 is None else Schedule(self.eta2, drops=self.eta2_drops)
+
+    def alone_schedule(self, length: Length) -> Schedule:
+        return replace(self.x_schedule(length), start=self.alone_eta1)
+
+    def straight(self, levels: Schedule, length: Length, done: int) -> StraightThrough:
+        return StraightThrough(levels.later(length.epochs(done)), init=self.init)
+
+    def fixed(self, levels: Schedule, length: Length, done: int) -> Frozen:
+        return Frozen(levels.later(length.epochs(done)), self.center_gradient, self.clip)
 
     def pull(self) -> Schedule | Travel:
         if self.lambda_growth is not None:
@@ -144,7 +163,58 @@ def _tail(s: Settings, b: Length, done: int, rounds: int, tie: Schedule | None, 
     return [Phase(method, rounds)]
 
 
+def stages(rounds: int, *shares: float) -> list[int]:
+    """Rounds of each stage and of the last but one, which has what the shares leave and at least one round.
+
+    >>> stages(30, 0.5, 0.2, 0.1), stages(1, 0.5, 0.2, 0.1)
+    ([15, 6, 6, 3], [0, 0, 1, 0])
+    """
+    if sum(shares) >= 1:
+        raise UserError(f"shares of the rounds {', '.join(map(str, shares))} leave none to the personal phase")
+    *first, last = (int(share * rounds + 0.5) for share in shares)
+    first = [max(0, min(n, rounds - 1 - sum(first[:k]))) for k, n in enumerate(first)]
+    last = min(last, rounds - 1 - sum(first))
+    return [*first, rounds - sum(first) - last, last]
+
+
 def qupel(s: Settings, b: Length) -> list[Phase]:
+    """Shared with server momentum, beside a model of one's own; quantized while shared among those whom that helps;
+    then personal, with the pull to w and the client's label prior; then fine-tuning."""
+    first, shared, own, last = stages(b.rounds, s.warmup, s.shared_levels, s.finetune)
+    eta1, alone, levels = s.x_schedule(b), s.alone_schedule(b), s.center_schedule(b)
+    server: Server = FedAvgM(s.server_momentum, nesterov=True) if s.server_momentum else Mean()
+
+    def method(stage: Literal["both", "chosen", "own"], done: int, quantizer: Quantizer) -> Hedged:
+        rate, alone_rate = (f.later(b.epochs(done)) for f in (eta1, alone))
+        tie = s.tie(own + last, b).later(b.epochs(done - first - shared)) if stage == "own" else Schedule()
+        return Hedged(stage, rate, s.x_optimizer(), alone_rate, Adam(), tie, s.fails, quantizer)
+
+    return [
+        Phase(method("both", 0, NoQuantizer()), first, server),
+        Phase(method("chosen", first, s.straight(levels, b, first)), shared, server),
+        Phase(method("own", first + shared, s.straight(levels, b, first + shared)), own, prior=s.prior),
+        Phase(method("own", b.rounds - last, s.fixed(levels, b, b.rounds - last)), last, prior=s.prior),
+    ]
+
+
+def local(s: Settings, b: Length) -> list[Phase]:
+    """What `qupel` is for those who are alone: Adam at full precision, then straight through, then fine-tuning."""
+    first, shared, own, last = stages(b.rounds, s.warmup, s.shared_levels, s.finetune)
+    alone, levels = s.alone_schedule(b), s.center_schedule(b)
+
+    def phase(done: int, rounds: int, quantizer: Quantizer) -> Phase:
+        return Phase(Local(alone.later(b.epochs(done)), Adam(), quantizer), rounds)
+
+    straight = s.straight(levels, b, first)
+    fixed = s.fixed(levels, b, b.rounds - last)
+    return [
+        phase(0, first, NoQuantizer()),
+        phase(first, shared + own, straight),
+        phase(b.rounds - last, last, fixed),
+    ]
+
+
+def qupel_prox(s: Settings, b: Length) -> list[Phase]:
     """FedAvg warm-up (if any), then QuPeL, then fine-tuning."""
     first, main, last = split_rounds(s, b)
     eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
@@ -161,7 +231,7 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
     return [*phases, Phase(method, main), *_tail(s, b, first + main, last, tie.later(b.epochs(main)), eta2)]
 
 
-def local(s: Settings, b: Length) -> list[Phase]:
+def local_prox(s: Settings, b: Length) -> list[Phase]:
     """Full precision first, then Algorithm 1 at each client, then fine-tuning; plain training for 32 bits."""
     first, main, last = split_rounds(s, b)
     eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
@@ -185,9 +255,9 @@ def fedavg(s: Settings, b: Length) -> list[Phase]:
 def fedavg_finetune(s: Settings, b: Length) -> list[Phase]:
     """FedAvg, then local steps at full precision for the `finetune` share of the rounds."""
     last = round(s.finetune * b.rounds)
-    first = b.rounds - last
-    tuning = Local(eta1=s.x_schedule(b).later(b.epochs(first)), optimizer=s.x_optimizer())
-    return [Phase(FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer()), first), Phase(tuning, last)]
+    tuning = Local(s.x_schedule(b).later(b.epochs(b.rounds - last)), s.x_optimizer())
+    shared = FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer())
+    return [Phase(shared, b.rounds - last), Phase(tuning, last, prior=s.prior)]
 
 
 def proxquant(s: Settings, b: Length) -> list[Phase]:
@@ -279,14 +349,24 @@ _PRINTED = _PAPER | {"rule": "paper", "as_printed": True}
 
 _ALONE: dict[str, object] = {"warmup": 0.5}
 
-_recipe("qupel", "QuPeL as we run it: FedAvg warm-up, QuPeL, fine-tuning", qupel)
-_recipe("qupel-corrected", "QuPeL with the paper's settings and corrected signs", qupel, _PAPER, fixed=True)
-_recipe("qupel-paper", "QuPeL exactly as printed, wrong signs included", qupel, _PRINTED, fixed=True)
-_recipe("local", "Algorithm 1 at each client alone (bits = 32: plain training)", local, _ALONE)
-_recipe("local-corrected", "Algorithm 1 at each client with the paper's settings", local, _PAPER, fixed=True)
-_recipe("training-corrected", "Algorithm 1 as in Table 1 of the paper", local, _PAPER_TRAINING, fixed=True)
+_TUNING: dict[str, object] = {"prior": 0.0}  # the usual one; it may be given
+_SHARED: dict[str, object] = {"warmup": 0.5, "lambda_p": 0.2}
+
+_recipe(
+    "qupel",
+    "QuPeL as we run it: shared, quantized while shared, personal; alone where that is better",
+    qupel,
+    _SHARED,
+)
+_recipe("local", "each client alone, straight through (bits = 32: plain training)", local, _ALONE)
+_recipe("qupel-prox", "FedAvg, then QuPeL by proximal steps, then fine-tuning", qupel_prox)
+_recipe("local-prox", "Algorithm 1 at each client alone (bits = 32: plain training)", local_prox, _ALONE)
+_recipe("qupel-corrected", "QuPeL with the paper's settings and corrected signs", qupel_prox, _PAPER, fixed=True)
+_recipe("qupel-paper", "QuPeL exactly as printed, wrong signs included", qupel_prox, _PRINTED, fixed=True)
+_recipe("local-corrected", "Algorithm 1 at each client with the paper's settings", local_prox, _PAPER, fixed=True)
+_recipe("training-corrected", "Algorithm 1 as in Table 1 of the paper", local_prox, _PAPER_TRAINING, fixed=True)
 _recipe("fedavg", "one shared full-precision model", fedavg, bits=32)
-_recipe("fedavg-finetune", "FedAvg, then local steps at full precision", fedavg_finetune, bits=32)
+_recipe("fedavg-finetune", "FedAvg, then local steps at full precision", fedavg_finetune, _TUNING, bits=32)
 _recipe("proxquant", "ProxQuant: weights pulled to fixed centers", proxquant, _ALONE)
 _recipe("binaryrelax", "BinaryRelax: a latent model slides to its quantization", binaryrelax, _ALONE)
 _recipe("ptq-range", "post-training: nearest point of a min-max grid", _posttraining("range"))

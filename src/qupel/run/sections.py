@@ -22,8 +22,10 @@ class DataConfig(Strict):
     augment: bool = Field(False, description="images are flipped and cropped at random")
     limit: int | None = Field(None, ge=1, description="use only the first samples of each split")
     args: dict[str, Any] = Field({}, description='what a function of your own, "module:function", is called with')
-    standardize: Literal["off", "client", "shared"] = Field(
-        "off", description="float inputs by mean and std of the client's own training data, or of all clients'"
+    standardize: Literal["auto", "off", "client", "shared"] = Field(
+        "auto",
+        description="float inputs by mean and std of the client's own training data, or of all clients'; auto: divided "
+        "by one number where they are far from 1",
     )
 
 

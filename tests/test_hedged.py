@@ -1,0 +1,135 @@
+"""Sharing that a client may leave: what it is where nobody does, where all do, and who decides."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qupel.core.optim import SGD, Adam
+from qupel.core.schedule import Schedule
+from qupel.engine.inline import Inline
+from qupel.engine.rounds import run
+from qupel.parts.methods.fedavg import FedAvg
+from qupel.parts.methods.hedged import Hedged
+from qupel.parts.methods.local import Local
+from qupel.parts.methods.qupel import QuPeL
+from qupel.parts.phase import Phase
+from qupel.parts.quantizers.none import NoQuantizer
+from qupel.parts.quantizers.ste import StraightThrough
+from qupel.run.recipes import Length, Settings, find, stages
+from qupel.util.errors import UserError
+from tiny import make_job
+
+RATES = {"eta1": Schedule(0.1), "alone_eta1": Schedule(0.02), "alone_optimizer": Adam()}
+STE = StraightThrough(eta2=Schedule(0.1))
+
+
+def ended(phases):
+    """Every client's model, w, and the last states."""
+    job = make_job(phases)
+    with Inline(job) as engine:
+        done = run(job, engine)
+        last, clients = job.rounds - 1, range(len(job.parts))
+        models = [engine.deployed(last, done.w, i).x for i in clients]
+        return models, done.w[0], [engine.shard.state(i, len(job.phases) - 1, done.w) for i in clients]
+
+
+def hedged(fails, pull=0.0):
+    stages = (("both", NoQuantizer()), ("chosen", STE), ("own", STE))
+    return [Phase(Hedged(stage, fails=fails, quantizer=q, lambda_p=Schedule(pull), **RATES), 2) for stage, q in stages]
+
+
+def same(a, b):
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_where_nobody_goes_alone_it_is_fedavg_and_then_qupel_whose_w_rests():
+    eta1 = RATES["eta1"]
+    plain = [
+        Phase(FedAvg(eta1), 2),
+        Phase(FedAvg(eta1, quantizer=STE), 2),
+        Phase(QuPeL(eta1, lambda_p=Schedule(0.5), coupling=0.0, quantizer=STE), 2),
+    ]
+    models, w, states = ended(hedged(fails=1e9, pull=0.5))
+    expected, w_expected, _ = ended(plain)
+    same(models, expected)
+    torch.testing.assert_close(w, w_expected)
+    assert not any(bool(s.alone.any()) for s in states)
+
+
+def test_where_all_go_alone_it_is_local_and_the_server_keeps_what_it_had():
+    eta1, adam = RATES["alone_eta1"], Adam()
+    plain = [Phase(Local(eta1, adam, NoQuantizer()), 2), *[Phase(Local(eta1, adam, STE), 2)] * 2]
+    models, w, states = ended(hedged(fails=0.0, pull=0.5))
+    same(models, ended(plain)[0])
+    assert all(bool(s.alone.all()) for s in states)
+    torch.testing.assert_close(w, ended([Phase(FedAvg(RATES["eta1"]), 2)])[1])
+
+
+def test_it_is_the_loss_of_w_as_it_comes_that_decides():
+    method = Hedged("both", fails=0.8)
+    job = make_job([Phase(method, 1)])
+    with Inline(job) as engine:
+        shard = engine.shard
+        problem, w = shard.problem(0), shard.initial
+        state, batch = shard.state(0, 0, (w,)), shard.batch(0, 0, shard.rows_of(0, 0)[0])
+        first = problem.own.value(w, batch)
+        state, _ = method.step(state, problem, batch, job.clock(0, 0))
+        assert state.losses.tolist() == pytest.approx([first, first])
+        assert state.alone.tolist() == [1.0]  # the first loss is all of the first loss
+        again, _ = method.step(state, problem, batch, job.clock(0, 0))
+        torch.testing.assert_close(again.losses, state.losses)  # only a round's first step looks
+        better = w.clone()
+        for _ in range(40):
+            better = better - 0.2 * problem.own.gradient(better, batch).gradient
+        came = method.receive(again, (better,))
+        came, _ = method.step(came, problem, batch, job.clock(0, 0))
+        lately = (first + problem.own.value(better, batch)) / 2
+        assert came.losses.tolist() == pytest.approx([first, lately], rel=1e-4)
+        assert came.alone.tolist() == [float(lately > 0.8 * first)] == [0.0]
+
+
+def test_nothing_of_a_client_that_is_alone_leaves_it():
+    method = Hedged("chosen", quantizer=STE)
+    job = make_job([Phase(method, 1)])
+    with Inline(job) as engine:
+        state = engine.shard.state(0, 0, (engine.shard.initial,))
+        state = replace(state, x=state.x + 1, alone=torch.ones(1))
+        sent = method.upload(state)
+        assert torch.equal(sent.rows[0], state.w)
+        assert sent.shares.tolist() == [0.0]
+        kept = replace(state, alone=torch.zeros(1))
+        assert torch.equal(method.upload(kept).rows[0], kept.x)
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 5, 10, 30, 150])
+def test_the_stages_of_a_recipe_fill_the_rounds(rounds):
+    found = stages(rounds, 0.5, 0.2, 0.1)
+    assert sum(found) == rounds
+    assert found[2] >= 1
+    assert min(found) >= 0
+    for name in ("qupel", "local"):
+        recipe = find(name)
+        phases = recipe.phases(Settings(**recipe.defaults), Length(rounds, 10, 5.0))
+        assert sum(p.rounds for p in phases) == rounds
+
+
+def test_shares_that_leave_nothing_are_refused():
+    with pytest.raises(UserError, match=r"shares of the rounds 0.5, 0.4, 0.1 leave none to the personal phase"):
+        stages(10, 0.5, 0.4, 0.1)
+
+
+def test_the_default_is_local_for_those_who_are_alone():
+    """The recipes' phases: the steps of a client that is alone are those of the recipe local."""
+    length, s = Length(20, 3, 5.0), Settings(**find("qupel").defaults)
+    alone = find("local").phases(Settings(**find("local").defaults), length)
+    mine = find("qupel").phases(s, length)
+    assert [p.rounds for p in mine] == [10, 4, 4, 2]
+    assert [p.rounds for p in alone] == [10, 8, 2]
+    for phase in (mine[0], mine[1], mine[3]):
+        match = alone[{10: 0, 4: 1, 2: 2}[phase.rounds]]
+        assert phase.method.alone_eta1 == match.method.eta1
+        assert phase.method.alone_optimizer == match.method.optimizer
+        assert phase.method.quantizer == match.method.quantizer
+    assert mine[0].method.optimizer == SGD()
