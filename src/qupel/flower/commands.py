@@ -248,10 +248,12 @@ def run(
     """Run a federation: every client ends with its own small model, on its own disk."""
     require_flower()
     from qupel.flower.folder import Federation
+    from qupel.flower.secure import check_secure
     from qupel.flower.server import Request, Terms, check_told
     from qupel.parts.codecs import codecs
     from qupel.run import config as configs
-    from qupel.run.jobs import one_cell
+    from qupel.run.jobs import build_phases, one_cell
+    from qupel.run.recipes import Length
     from qupel.run.sections import SecureConfig
 
     federation = Federation.open(folder)
@@ -263,8 +265,11 @@ def run(
     here = max(1, federation.clients - len(federation.revoked()))
     masked = parsed.secure or (SecureConfig() if secure else None)
     least = minimum or (max(LEAST_SUM, int(here * parsed.sample * masked.threshold) + 1) if masked else here)
-    if masked and least < LEAST_SUM:
-        raise UserError(f"--minimum {least}: a secure sum has at least {LEAST_SUM} clients")
+    if masked:
+        phases = build_phases(parsed.methods[chosen.label], Length(parsed.rounds, parsed.local_steps, 1))
+        check_secure(phases, parsed.weighted, upload)
+    if masked and not LEAST_SUM <= least <= here:
+        raise UserError(f"--secure: {least} of {here} clients in a sum; allowed are {LEAST_SUM} and more, up to all")
     terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, secure=masked, audit=audit)
     if resume and name is None:
         raise UserError("--resume needs --name, that of the run to go on with")

@@ -6,6 +6,7 @@ of a_k, in fixed point: from their sums over clients the server has the same wei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +15,12 @@ import torch
 from qupel.flower.wire import encode, without_shares
 from qupel.parts.base import Rows, Upload
 from qupel.parts.codecs.fixed import Fixed, Integers
-from qupel.parts.servers.base import Server, Sum
+from qupel.parts.phase import Phase
+from qupel.parts.servers.base import Server, Sum, servers
 from qupel.run.sections import SecureConfig
 from qupel.util.errors import UserError
 
 if TYPE_CHECKING:
-    from qupel.engine.job import Job
     from qupel.flower.secagg import Rules
     from qupel.flower.task import Task
 
@@ -71,15 +72,13 @@ def only_adds(server: Server) -> bool:
     return isinstance(server.add(None, Upload((torch.zeros(1),)), 1.0), Sum)
 
 
-def check_secure(job: Job, upload: str) -> None:
+def check_secure(phases: Sequence[Phase], weighted: bool, upload: str) -> None:
     """Raises where a job needs more of the uploads than their sum."""
-    from qupel.parts.servers import servers
-
     if upload != "fp32":
         raise UserError(f"--upload {upload}: with secure, uploads are integers in fixed point; set secure.bits")
-    if job.weighted:
+    if weighted:
         raise UserError("weighted = true: with secure every client counts once; weights could single one out")
-    for phase in job.phases:
+    for phase in phases:
         if not only_adds(phase.server):
             name = servers.name_of(phase.server)
             raise UserError(f"server {name!r} looks at uploads one by one, and with secure there is only their sum")

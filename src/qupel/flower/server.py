@@ -329,7 +329,7 @@ def described(folder: Path, request: Request) -> tuple[Job, Task]:
     job = assemble(config, cell, build_model(config, data, cell), data, parts, [Plan() for _ in parts])
     job = replace(job, epoch_steps=job.client_epoch_steps, checkpoint_every=1)
     if terms.secure:
-        check_secure(job, terms.upload)
+        check_secure(job.phases, job.weighted, terms.upload)
     return job, Task.of(job, config, cell, name=request.job, upload=terms.upload, secure=terms.secure)
 
 
