@@ -180,6 +180,37 @@ def test_what_the_server_receives_is_uniform_and_new_in_every_run():
     assert without.astype(np.uint64)[0] % 2**24 != 7 * count  # the self masks are on
 
 
+def test_with_the_self_masks_off_a_vector_is_still_covered():
+    """The server opens every b_i: what is left of one client are masks that it shares with others, and what is left of
+    all but one is no sum."""
+    count, size = 5, 4000
+    r, seen = rules(count=count, size=size), {}
+    vectors = np.zeros((count, size), np.int64)
+    summed(r, vectors, KEYS, seen=seen)
+    bare = []
+    for i in range(count):
+        told = {j: seen["open"][j][i][len(secagg.SEED) :] for j in range(r.needed(count))}
+        seed = shares.combine(told)
+        bare.append(secagg.widened(seen["mask"][i], r) - secagg.self_mask(seed, i, r))
+    for rest in (*bare, sum(bare[:4])):
+        counts = np.bincount(np.frombuffer(secagg.narrowed(rest, r), np.uint8), minlength=256)
+        assert stats.chisquare(counts).pvalue > 1e-6
+    assert secagg.narrowed(sum(bare), r) == bytes(size * r.width)
+
+
+def test_masks_are_of_one_sum():
+    """The same secret gives other masks in another session, for another pair, and for another use."""
+    used = [
+        (b"mask", "a", 0, 1),
+        (b"mask", "b", 0, 1),
+        (b"mask", "a", 0, 2),
+        (b"seal", "a", 0, 1),
+        (b"seal", "a", 1, 0),
+    ]
+    made_of = {secagg.derived(bytes(32), what, rules(s).digest, i, j) for what, s, i, j in used}
+    assert len(made_of) == len(used)
+
+
 def test_colluding_clients_below_the_threshold_learn_no_seed():
     """Server and 13 of 20 clients put all together that they hold; the 14th would do."""
     parties = [Party(rules(), i, KEYS.sign(i), KEYS.verify) for i in range(COUNT)]
