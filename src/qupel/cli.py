@@ -71,30 +71,35 @@ Vectorize = Annotated[
 DEMO = """
 seeds = [0, 1, 2, 3, 4]
 bits = [2, 3]
-rounds = 10
-evaluate_every = 2
-checkpoint_every = 10
+rounds = 20
+evaluate_every = 5
+checkpoint_every = 20
 [split]
 train_per_client = 20
 [methods.QuPeL]
 recipe = "qupel"
-warmup = 0.5
 [methods.Local]
 recipe = "local"
 [methods.FedAvg]
 recipe = "fedavg"
+[methods."FedAvg, then 2 and 3 bits"]
+of = "FedAvg"
+bits = [2, 3]
 [methods."FedAvg + tuning"]
 recipe = "fedavg-finetune"
 finetune = 0.3
+[methods."FedAvg + tuning, then 2 and 3 bits"]
+of = "FedAvg + tuning"
+bits = [2, 3]
 """
 TRAINING = {"split": {"kind": "one"}, "bits": 2, "local_steps": 10}
 TRAINING_DEMO = """
 rounds = 60
 batch = 50
 [methods."learned centers"]
-recipe = "local"
+recipe = "local-prox"
 [methods."full precision"]
-recipe = "local"
+recipe = "local-prox"
 bits = 32
 [methods."k-means afterwards"]
 recipe = "ptq-kmeans"
