@@ -238,7 +238,9 @@ def client_text(number: int, config: Config, modules: Path | None = None) -> str
         size = f"bits = {each[number % len(each)]}"
     layers = "" if config.model.layers is None else f"layers = {json.dumps(list(config.model.layers))}\n"
     layers += 'levels = "channel"\n' if config.model.levels == "channel" else ""
-    data = {k: v for k, v in config.data.model_dump(mode="json").items() if v not in (None, {}) and k != "augment"}
+    data = {
+        k: v for k, v in config.data.model_dump(mode="json").items() if v not in (None, {}, "auto") and k != "augment"
+    }
     split = {k: v for k, v in config.split.model_dump(mode="json").items() if v is not None}
     tables = [f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items())
               for name, table in (("data", data), ("split", split))]  # fmt: skip
