@@ -44,6 +44,7 @@ args = {{hidden = [8, 8]}}
 [methods.QuPeL]
 method = "fedavg"
 """
+PERSONAL = LIGHT.replace('"fedavg"', '"qupel"').replace("local_steps = 1", "local_steps = 3")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def told(folder: Path) -> list[dict]:
 
 def test_a_secure_run_ends_where_the_plain_one_does(tmp_path):
     """32 bits: as far as fixed point tells. And the server has seen no upload: what came is no client's vector."""
-    text = bench.config(5)
+    text = PERSONAL.replace("args = {hidden = [8, 8]}", "")
     plain = conduct(request(tmp_path / "plain", text=text, secure=None), Direct(bench.clients(tmp_path / "clients", 5)))
     post, bodies = federation(tmp_path / "s"), []
 
@@ -313,7 +314,7 @@ def test_a_job_outside_of_the_policy_is_refused_and_logged(tmp_path, key):
     policy, why = POLICIES[key]
     post.paths[1].write_text(f"{post.paths[1].read_text()}[policy]\n{policy}\n")
     post.restart(1)
-    fleet = open_fleet(bench.request(tmp_path / "run", minimum=2), post)
+    fleet = open_fleet(bench.request(tmp_path / "run", PERSONAL, minimum=2), post)
     done = {d.client: d.fault for d in fleet.train(0, (torch.zeros(fleet.size),), range(3))}
     assert done == {0: None, 1: boundary.POLICY[key], 2: None}
     logged = [line for line in lines(tmp_path, 1) if "refused" in line]
@@ -414,7 +415,8 @@ def test_the_log_has_every_answer_before_it_leaves(tmp_path):
         return [reply]
 
     post.twist = see
-    conduct(bench.request(tmp_path / "run"), post)
+    text = LIGHT.replace("save_models = false", "").replace("clients = 5", "clients = 3")
+    conduct(bench.request(tmp_path / "run", text), post)
     assert [(e["asked"], e["round"], e["left"], e["left_hash"]) for e in lines(tmp_path, 0)] == left
     account = audit.accounts(chain.read(tmp_path / "state-0" / audit.LOG))["job-1"]
     assert account.rounds == {0, 1, 2, 3, 4}

@@ -90,7 +90,7 @@ def replay(folder: Path) -> tuple[int, str]:
     request = Request.read(folder)
     job, task = described(folder, request)
     recorded = Recorded(folder, task)
-    with tempfile.TemporaryDirectory(prefix="qupel-replay-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         checkpoints = Checkpoints(Path(scratch), task.job)  # a server that went back does so here, too
         finished = run(unjudged(job), recorded, checkpoints=checkpoints)
     found = hash_of(finished.w)
