@@ -68,9 +68,9 @@ def notebook(path: Path) -> str:
 def all_keys() -> Iterator[tuple[str, Any]]:
     """(key, pydantic's field) of everything a config can say."""
     for name, field in Config.model_fields.items():
-        choices = get_args(field.annotation) or (field.annotation,)  # a table, or none
-        table = MethodConfig if name == "methods" else choices[0]
-        if isinstance(table, type) and issubclass(table, BaseModel):
+        kinds = [MethodConfig] if name == "methods" else [field.annotation, *get_args(field.annotation)]
+        table = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if table is not None:  # also one that need not be there
             prefix = "methods.LABEL" if name == "methods" else name
             yield from ((f"{prefix}.{key}", inner) for key, inner in table.model_fields.items())
         else:

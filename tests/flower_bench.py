@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from qupel.flower.client import Client
-from qupel.flower.server import Reply, Request, Terms
+from qupel.flower.post import Reply, body_for
+from qupel.flower.server import Request, Terms
 from qupel.flower.task import load_client
 from qupel.run import config as configs
 
@@ -76,11 +77,11 @@ class Direct:
     def present(self) -> list[int]:
         return [i for i in range(len(self.clients)) if i not in self.gone]
 
-    def ask(self, header: dict, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
+    def ask(self, header: dict, body, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
         for i in reversed(clients):  # answers come in any order
             self.headers.append(header)
             self.asked.append((header["kind"], header.get("round"), i))
-            yield from self.twist(i, header, Reply(i, *self.clients[i].answer(header, body)))
+            yield from self.twist(i, header, Reply(i, *self.clients[i].answer(header, body_for(i, body))))
 
 
 def models(folder: Path, job: str = "job-1", count: int = 3) -> list[bytes]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qupel.parts.codecs import codecs
 from qupel.parts.codecs.base import decode_rows, encode_rows
+from qupel.parts.codecs.fixed import Fixed
 from qupel.parts.codecs.fp16 import Float16
 from qupel.parts.codecs.fp32 import Float32
 from qupel.parts.codecs.int8 import BLOCK, Int8
@@ -137,7 +138,7 @@ def test_codes_of_any_difference_are_within_a_step(values, seed):
     assert torch.equal(left, v - Int8().decode(payload, zero))
 
 
-@pytest.mark.parametrize("codec", [Float16(), Int8()], ids=name)
+@pytest.mark.parametrize("codec", [Float16(), Int8(), Fixed(5.0), Fixed(5.0, 32)], ids=str)
 def test_error_feedback(codec):
     """What was sent in all plus what is left is what should have been sent in all: nothing is ever lost."""
     w, residual, draws = torch.zeros(700), None, rng()
@@ -149,6 +150,30 @@ def test_error_feedback(codec):
         sent += codec.decode(payload, w).double()
     assert float((sent + residual.double() - wanted).abs().max()) < 1e-4
     assert float(residual.abs().max()) < 0.1
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_fixed_point(bits):
+    """One public step: codes are within it, unbiased, and add up exactly; what is beyond the clip stays for later."""
+    codec, v, zero = Fixed(0.5, bits), torch.tensor([0.1, -0.3, 0.5, -0.5, 0.0, 3.0, -7.0]), torch.zeros(7)
+    made = [codec.encode(v, zero, None, rng(seed)) for seed in range(2000 if bits == 16 else 20)]
+    assert len(made[0][0]) == codec.size(7) == 7 * bits // 8
+    codes = np.stack([codec.integers(payload) for payload, _ in made])  # (n, 7)
+    assert codes.max() == codec.most == 2 ** (bits - 1) - 1
+    assert codes.min() == -codec.most
+    exact = v.double().clamp(-0.5, 0.5).numpy() / codec.step
+    assert np.abs(codes - exact).max() < 1 + 1e-6
+    assert np.abs(codes.mean(0) - exact).max() < 5 * 0.5 / math.sqrt(len(made))
+    assert codes[:, 4].any() == 0  # nothing stays nothing
+    payload, left = made[0]
+    assert torch.allclose(codec.decode(payload, zero) + left, v)
+    assert left[5:].tolist() == pytest.approx([2.5, -6.5])
+
+
+@pytest.mark.parametrize("wrong", [{"clip": 0.0}, {"clip": math.nan}, {"bits": 8}])
+def test_fixed_point_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Fixed(**wrong)
 
 
 def test_what_is_beyond_float16_stays_for_later():

@@ -34,6 +34,9 @@ LIST = {
     ("hello", True): {"client", "samples", "shape", "classes", "layout"},
     ("train", False): {"client", "job", "round", "samples", "loss", "loss_quantized"},
     ("train", True): {"client", "job", "round", "samples"},
+    **{
+        (stage, private): {"client", "job", "round"} for stage in ("share", "mask", "open") for private in (False, True)
+    },
     ("evaluate", False): {"client", "round", *SCORES, "bytes", "bits", "dead", "tested", *METRICS},
     ("evaluate", True): {"client", "round"},
     ("export", False): {"client", "round", "bytes", "test"},
@@ -287,7 +290,7 @@ def test_the_list_is_the_one_above():
 def table():
     """The list as docs/deploy.md shows it."""
     rows = ["| question | field | what it is | allowed | with `[privacy]` |", "|---|---|---|---|---|"]
-    for kind in ("hello", "train", "evaluate", "export", "adapt"):
+    for kind in ("hello", "train", "share", "mask", "open", "evaluate", "export", "adapt"):
         private = {f.name for f in fields(boundary.LEAVES[kind, True])}
         for f in fields(boundary.LEAVES[kind, False]):
             meaning, rule = f.metadata["meaning"], f.metadata["rule"]

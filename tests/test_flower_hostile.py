@@ -14,7 +14,7 @@ import flower_bench as bench
 from flower_bench import Direct, Reply
 from qupel.engine.checkpoint import Since
 from qupel.engine.rounds import metrics
-from qupel.flower import commands, frames
+from qupel.flower import frames, watch
 from qupel.flower.boundary import printable
 from qupel.flower.server import Request, conduct, greet, open_fleet
 from qupel.parts.base import vector
@@ -71,13 +71,13 @@ def test_texts_of_clients_reach_the_terminal_as_text(tmp_path, value, capsys):
     target = tmp_path / "run"
 
     def tell(progress):
-        commands._tell({**vars(progress), "seconds": 1.0})
+        watch.tell({**vars(progress), "seconds": 1.0})
 
     def twist(client, header, reply):
         return [Reply(client, {"error": value}) if client == 2 and header["kind"] in ("train", "export") else reply]
 
     conduct(bench.request(target, minimum=2), Direct(bench.clients(tmp_path), twist), watch=tell)
-    commands._show(target)
+    watch.show(target)
     shown = capsys.readouterr()
     assert len(re.findall(r"round \d: refused client 2: ", shown.err.replace("\n", " "))) == 5
     for text in (shown.err, shown.out):
@@ -381,7 +381,7 @@ def fuzz(fleet, total, seed=0, count=50):
         texts += [e["error"] for e in exported if "error" in e]
         assert all(text.isprintable() and len(text) < 500 for text in texts)
         json.dumps([line, exported, texts], allow_nan=False)
-        commands._tell(
+        watch.tell(
             {
                 "refused": texts,
                 "notes": [],

@@ -14,7 +14,7 @@ import torch
 import flower_bench as bench
 from flower_bench import Direct
 from qupel.engine.rounds import Failed
-from qupel.flower import boundary
+from qupel.flower import audit, boundary
 from qupel.flower.ledger import LEDGER
 from qupel.flower.server import conduct
 from qupel.util.errors import UserError
@@ -217,7 +217,7 @@ def test_no_job_can_take_the_ledgers_name(tmp_path, question):
     header, body = question
     reply, _ = private(tmp_path).clients[0].answer({**header, "task": {**header["task"], "job": LEDGER}}, body)
     assert reply["error"] == boundary.DECLINED
-    assert not (tmp_path / "state-0").exists()
+    assert [path.name for path in (tmp_path / "state-0").iterdir()] == [audit.LOG]
 
 
 def test_caps_below_one_round_are_a_mistake(tmp_path):

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 import flower_bench as bench
 from qupel import cli
-from qupel.flower import clean, folder, trust
+from qupel.flower import audit, chain, clean, folder, peers, trust
 from qupel.flower.generations import Asked, Generations
 from qupel.flower.processes import Process, began, end, start
 from qupel.flower.task import load_client, named_modules
@@ -96,10 +97,31 @@ def test_what_a_config_names_is_what_its_jobs_name(tmp_path, monkeypatch):
     assert named_modules(configs.parse(bench.config(), "test")) == []
 
 
+# --- who signs ---
+
+
+def test_every_client_knows_the_keys_of_all(made):
+    """As `init` writes them, and `renew` for a folder of before; a revoked key is nobody's any more."""
+    for number in range(2):
+        known = peers.read(made.client(number) / "peers")
+        assert sorted(known) == [0, 1]
+        signature = peers.signer(made.client(number))(b"text")
+        verify = peers.verifier(made.client(1 - number))
+        assert verify(number, b"text", signature)
+        assert not verify(1 - number, b"text", signature)
+        assert not verify(number, b"other", signature)
+        assert not verify(7, b"text", signature)
+    assert peers.read(made.server / "peers").keys() == {0, 1}
+    (made.client(0) / "peers").unlink()
+    trust.revoke(made, "client-1")
+    trust.renew(made)
+    assert sorted(peers.read(made.client(0) / "peers")) == [0]
+
+
 # --- one app ---
 
 
-def taken(monkeypatch, content, wanted, fab_id="qupel/qupel-app", version="1.0.0", fab_hash=None):
+def taken(monkeypatch, content, wanted, fab_id="qupel/qupel-app", version="1.0.0", fab_hash=None, note=lambda *_: None):
     """Whether Flower's own function, held to the bundle `wanted`, takes a message of a run with another one."""
     from flwr.app import ConfigRecord, Message, RecordDict
     from flwr.supercore.constant import TaskType
@@ -117,7 +139,7 @@ def taken(monkeypatch, content, wanted, fab_id="qupel/qupel-app", version="1.0.0
         monkeypatch.setattr(TaskIdentity, name, 1)
     plain = node._pull_and_store_message, node._verify_fab
     if wanted:
-        supernode.pin(wanted)
+        supernode.pin(wanted, note)
     pinned = node._pull_and_store_message
     store = ObjectStoreFactory()
     state = NodeStateFactory(objectstore_factory=store).state()
@@ -158,7 +180,10 @@ def test_only_the_pinned_bundle_is_taken(made, monkeypatch):
     foreign = (made.folder / "app.fab").read_bytes()
     assert foreign != ours
     assert taken(monkeypatch, foreign, None)  # Flower alone takes it
-    assert not taken(monkeypatch, foreign, wanted)
+    assert not taken(monkeypatch, foreign, wanted, note=partial(audit.refused_code, made.client(0) / "state"))
+    (line,) = chain.read(made.client(0) / "state" / audit.LOG)
+    assert line.entry["refused"] == "another app than the pinned one"
+    assert line.entry["why"] == f"run 7: {hashlib.sha256(foreign).hexdigest()}"
     assert not taken(monkeypatch, foreign, wanted, fab_hash=wanted)
     assert not taken(monkeypatch, ours, wanted, version="1.0.0/../../elsewhere")
     assert not taken(monkeypatch, ours, wanted, fab_id="../x")
@@ -354,7 +379,7 @@ def test_workers_of_a_supernode_that_is_gone(made, gone):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--upload", "zip"), "--upload: unknown codec 'zip'; allowed: fp16, fp32, int8"),
+        (("--upload", "zip"), "--upload: unknown codec 'zip'; allowed: fixed, fp16, fp32, int8"),
         (("--set", 'task.metrics=["operators:sub"]'), "metric 'operators:sub': no module 'operators'"),
         (
             ("--set", "seeds=[1, 2]"),
@@ -364,6 +389,11 @@ def test_workers_of_a_supernode_that_is_gone(made, gone):
             ("--set", "seeds=[1, 2]", "--cell", "QuPeL-s3"),
             "--cell 'QuPeL-s3' is none of them; give --cell, one of QuPeL-s1",
         ),
+        (("--secure",), "--secure: 3 of 2 clients in a sum; allowed are 3 and more, up to all"),
+        (("--secure", "--upload", "fp16"), "--upload fp16: with secure, uploads are integers in fixed point"),
+        (("--set", "secure.clip=-1"), "secure.clip: input should be greater than 0"),
+        (("--secure", "--set", "weighted=true"), "weighted = true: with secure every client counts once"),
+        (("--secure", "--set", "methods.QuPeL.server=median"), "server 'median' looks at uploads one by one"),
         (("--set", "diagnostics=cheap"), "diagnostics: clients on Flower tell scores only"),
         (("--set", "model.start=x.safetensors"), "model.start: a federation on Flower starts from the model's name"),
     ],

@@ -11,6 +11,7 @@ import torch
 
 import flower_bench as bench
 from qupel.engine.rounds import Failed
+from qupel.flower import audit
 from qupel.flower.boundary import DECLINED, NO_QUESTION, NOT_ALLOWED
 from qupel.flower.server import open_fleet
 from qupel.flower.task import PROTOCOL, Task
@@ -229,7 +230,7 @@ def test_a_server_cannot_make_a_client_import_anything(tmp_path, monkeypatch, ca
         assert f"importing {module} is not allowed here" in capfd.readouterr().err
     assert not (tmp_path / "planted_code.loaded").exists()
     assert "planted_code" not in sys.modules
-    assert not (tmp_path / "state-0").exists()
+    assert [path.name for path in (tmp_path / "state-0").iterdir()] == [audit.LOG]
 
 
 def test_an_allowed_module_gives_its_own_names_only(tmp_path, capfd):
@@ -264,7 +265,7 @@ def test_rounds_that_a_job_has_not(tmp_path, round, kind, more):
               "task": json.loads(fleet.task.model_dump_json())}  # fmt: skip
     w = vector(beginning(fleet.job).w).numpy().tobytes()
     assert post.clients[0].answer(header, w) == ({"error": NO_QUESTION}, b"")
-    assert not (tmp_path / "state-0").exists()
+    assert [path.name for path in (tmp_path / "state-0").iterdir()] == [audit.LOG]
 
 
 @pytest.mark.parametrize("undone", [None, 3, [3], [[0, "x"]], [[1, 2, 3]], {"a": 1}])

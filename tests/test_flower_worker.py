@@ -209,7 +209,7 @@ def test_secrets_are_readable_by_their_owner_only(made):
     for i in range(2):  # nothing of the server's or another client's secrets goes to a client
         there = {path.name for path in made.client(i).iterdir()}
         assert there == {
-            "key", "key.pub", "ca.crt", "client.toml", "start.sh", "qupel-supernode.service", "app.sha256"
+            "key", "key.pub", "ca.crt", "client.toml", "start.sh", "qupel-supernode.service", "app.sha256", "peers"
         }  # fmt: skip
 
 

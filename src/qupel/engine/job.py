@@ -179,6 +179,9 @@ class Job:
         return {name: Layout.of(module).size for name, module in self.modules.items()}
 
     def name(self, client: int) -> str:
+        """Of a client; of a number below 0: that of all together (`shard.SUM`)."""
+        if client < 0:
+            return "the sum"
         return self.names[client] if self.names else f"client {client}"
 
     def list_names(self, clients: Sequence[int]) -> str:

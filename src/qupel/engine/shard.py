@@ -33,6 +33,8 @@ from qupel.parts.prior import NO_PRIOR, Prior, output_bias, shift
 from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
 from qupel.tasks.task import Batch, Diverged, ModuleTask, Problem, Task, Value
 
+SUM = -1  # in place of a client's number: of what is known of all together only
+
 
 @dataclass(frozen=True)
 class Trained:

@@ -37,6 +37,19 @@ REFUSALS = {  # of a private client (`ledger`)
     "budget-spent": "a private client answers within its own max_rounds, max_epsilon and max_delta, which are spent",
     "ledger-damaged": "a private client that cannot read what it has spent (_privacy.json) answers nothing",
 }
+POLICY = {  # of a client's own policy (`policy`), by its key; `sum`: of the protocol itself
+    "methods": "policy: its client.toml does not allow the job's methods",
+    "networks": "policy: its client.toml does not allow the job's network",
+    "rounds": "policy: its client.toml does not allow so many rounds",
+    "secure": "policy: its client.toml allows only jobs with secure aggregation",
+    "least": "policy: a sum of fewer clients than it allows",
+    "epsilon": "policy: its client.toml asks for stronger privacy",
+    "sum": "policy: a secure sum that does not keep to its rules",
+}
+OPENED = "sum-opened: a client helps to open one sum of a round, and has done so"
+NO_SUM = "it takes no part in this sum"
+NOT_RESIDENT = "secure sums need resident = true in its client.toml"
+NO_LOG = "log-damaged: a client that cannot write its log (_audit.jsonl) answers nothing"
 LAYOUT = "the server's network has layout {hash}, this client's {hash}"
 REMOVED = "this client has removed its states of this job, which nobody had asked for in long"
 SENTENCES = (
@@ -54,6 +67,11 @@ SENTENCES = (
     "cannot go back to round {}: of the past, round {} is kept",
     *(f"{code}: {text}" for code, text in REFUSALS.items()),
     REMOVED,
+    *POLICY.values(),
+    OPENED,
+    NO_SUM,
+    NOT_RESIDENT,
+    NO_LOG,
 )
 OVERSIZE = "its file has {} bytes, over its budget of {}"
 DIVERGED = "round {}: its training met numbers that are not finite"
@@ -167,6 +185,15 @@ class Update(PrivateUpdate):
 
 
 @dataclass(frozen=True)
+class Stage(Answer):
+    """Of a secure sum, with its body (`secagg`)."""
+
+    client: int = say(CLIENT, "its number")
+    job: str = say(NAME, "the job asked for")
+    round: int = say(ROUND, "the round asked for")
+
+
+@dataclass(frozen=True)
 class PrivateScores(Answer):
     client: int = say(CLIENT, "its number")
     round: int = say(ROUND, "the round asked for")
@@ -216,6 +243,7 @@ class Refusal(Answer):
     error: str = say(sentence(SENTENCES + TOLD_BY_DATA), "why there is no answer")
 
 
+SECURE_STAGES = ("share", "mask", "open")  # after `train`, whose body are then keys
 LEAVES: dict[tuple[str, bool], type[Answer]] = {
     ("ping", False): Pong,
     ("ping", True): Pong,
@@ -223,6 +251,7 @@ LEAVES: dict[tuple[str, bool], type[Answer]] = {
     ("hello", True): Hello,
     ("train", False): Update,
     ("train", True): PrivateUpdate,
+    **{(kind, private): Stage for kind in SECURE_STAGES for private in (False, True)},
     ("evaluate", False): Scores,
     ("evaluate", True): PrivateScores,
     ("export", False): Export,
@@ -231,7 +260,7 @@ LEAVES: dict[tuple[str, bool], type[Answer]] = {
     ("adapt", True): PrivateExport,
 }
 LISTS = {"shape", "test_metrics", "validation_metrics", "float_test_metrics"}
-WITH_BODY = (Update, PrivateUpdate)  # the upload: rows in the job's codec, their shares; where private, noised rows
+WITH_BODY = (Update, PrivateUpdate, Stage)  # the upload: rows in the job's codec, their shares; where private, noised
 
 
 # --- out of a client ---

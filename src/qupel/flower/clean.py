@@ -40,16 +40,24 @@ class Left:
 
 def of_client(folder: Path, days: float | None = None) -> list[Left]:
     """What can go of a client's folder; `days`: after which a job is old, in place of client.toml's keep_days."""
-    try:
-        raw: dict[str, Any] = tomllib.loads((folder / "client.toml").read_text())
-    except (OSError, tomllib.TOMLDecodeError) as e:
-        raise UserError(f"cannot read {folder / 'client.toml'}: {e}") from None
-    state = folder / str(raw.get("state", "state"))
+    raw, state = _settings(folder), state_of(folder)
     keep = float(raw.get("keep_days", KEEP_DAYS)) if days is None else days
     found = [*temporaries(folder), *_worker(folder, state)]
     if state.is_dir():
         found += of_state(state, keep)
     return found
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((folder / "client.toml").read_text())
+    except (OSError, tomllib.TOMLDecodeError) as e:
+        raise UserError(f"cannot read {folder / 'client.toml'}: {e}") from None
+
+
+def state_of(folder: Path) -> Path:
+    """Where a client's folder has its states."""
+    return folder / str(_settings(folder).get("state", "state"))
 
 
 def of_state(state: Path, days: float) -> list[Left]:

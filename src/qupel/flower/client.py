@@ -1,12 +1,14 @@
 """A client of the federation: its own data, its own bits, its own state; it answers the server's questions.
 
 hello     who it is: number, training samples, shape of an input, classes; the layout of the network it would train
-train     tau steps from the server's w; the upload, or why there is none
+train     tau steps from the server's w; the upload, or why there is none. Of a secure round: keys, and then
+          share, mask, open (`masking`)
 evaluate  how its deployed model scores on its own test data
 export    write its packed model on its own disk; size and test accuracy
 adapt     the same after the end, where it has not taken part: from w alone (`run.adapt`)
 
-What of that leaves it, `boundary` says; all else that there is to say goes to its own log.
+What of that leaves it, `boundary` says, and `audit` writes it down; all else that there is to say goes to its own log.
+Jobs that its `policy` does not allow are refused.
 """
 
 from __future__ import annotations
@@ -33,14 +35,18 @@ from qupel.deploy.budget import parse_size
 from qupel.deploy.file import save
 from qupel.engine.door import check_trainable
 from qupel.engine.shard import Shard
-from qupel.flower import boundary
+from qupel.flower import audit, boundary
 from qupel.flower.boundary import Answer
 from qupel.flower.frames import Header
 from qupel.flower.generations import Asked, Generations, Undone
 from qupel.flower.ledger import Ledger
+from qupel.flower.masking import Masking
+from qupel.flower.policy import refuse
+from qupel.flower.secure import codec_of, encoded
 from qupel.flower.task import PROTOCOL, ClientConfig, Task, Wanted
 from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
 from qupel.parts.base import Deployed, Rows, Upload, vector
+from qupel.parts.methods.base import sends
 from qupel.run.adapt import Origin, adapt_clients, layout_hash
 from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, TaskConfig, explain
 from qupel.run.jobs import Cell, assemble, build_model, build_plans, data_of, describe, split_clients
@@ -65,15 +71,28 @@ class Client:
     def answer(self, header: Header, body: bytes) -> tuple[Header, bytes]:
         """The answer to one question, whatever happens; what went wrong is told in a sentence of the list, or none."""
         kind, private = header.get("kind"), self.config.privacy is not None
+        why = ""
         try:
-            return boundary.told(kind, private, *self._answer(header, body))
+            answer = boundary.told(kind, private, *self._answer(header, body))
         except UserError as e:
             log(f"{kind!r:.20}: {e}")
-            text = str(e)
+            why = getattr(e, "details", str(e))
+            answer = boundary.refused(kind, private, str(e))
         except Exception as e:
             traceback.print_exc()
-            text = boundary.NO_QUESTION if type(e) in (KeyError, TypeError, ValueError) else boundary.FAILED
-        return boundary.refused(kind, private, text)
+            text, why = (
+                boundary.NO_QUESTION if type(e) in (KeyError, TypeError, ValueError) else boundary.FAILED,
+                repr(e),
+            )
+            answer = boundary.refused(kind, private, text)
+        if kind == "ping":
+            return answer
+        try:
+            audit.answered(self.config.state, header, body, *answer, why)
+        except (OSError, UserError) as e:
+            log(f"{kind!r:.20}: {e}")
+            return boundary.refused(kind, private, boundary.NO_LOG)
+        return answer
 
     def _answer(self, header: Header, body: bytes) -> tuple[Answer, bytes]:
         kind, protocol = header.get("kind"), header.get("protocol")
@@ -87,7 +106,13 @@ class Client:
             return LateJob(self.config, self._allowed(Task, header["task"])).adapt(int(header["round"]), body), b""
         job = self._job(header["task"])
         round, undone = int(header["round"]), [(int(first), int(last)) for first, last in header["undone"]]
+        if kind in boundary.SECURE_STAGES:
+            return job.stage(str(kind), round, str(header["session"]), body)
         w = job.rows(round, body)
+        if kind == "train" and job.secure(round):
+            return job.masked(Asked.of(int(header["attempt"]), round, body), w, undone, str(header["session"]))
+        if kind == "train" and job.masking.path.exists() and job.task.secure is None:
+            raise refuse("secure", "a round of a job that began with secure aggregation")
         if kind == "train":
             return job.train(Asked.of(int(header["attempt"]), round, body), w, undone)
         if kind == "evaluate":
@@ -107,13 +132,17 @@ class Client:
             wanted = self._allowed(Wanted, header["wanted"])
             with suppress(UserError):  # a network that does not fit these data has no layout, and the server sees why
                 layout = layout_hash(zoo.build(wanted.model, shape, self.data.classes, 0, wanted.args))
+            self.config.policy.check_network(wanted, layout)
         return boundary.Hello(self.config.client, samples, shape, self.data.classes, layout)
 
     def _allowed(self, kind: type[W], described: Any) -> W:
         """What a server describes, where all of its parts may be imported here."""
         try:
             with imports_limited_to(self.config.allow):  # a server says which parts, not which code is loaded
-                return kind.model_validate_json(json.dumps(described))
+                found = kind.model_validate_json(json.dumps(described))
+            if isinstance(found, Task):
+                self.config.policy.check(found, self.config.privacy)
+            return found
         except ValidationError as e:
             said = f"the server's task: {explain(e)}"
             if not any(isinstance(error.get("ctx", {}).get("error"), NotAllowed) for error in e.errors()):
@@ -206,6 +235,21 @@ class ClientJob(LateJob):
         self.shard.noise = np.random.default_rng()  # from the machine's entropy: the server knows the job's seed
         self.generations = Generations(self.folder, self.shard)
         self.ledger = Ledger(own.state, own.privacy) if own.privacy else None
+        self.masking = Masking(own, task, self.folder)
+
+    def secure(self, round: int) -> bool:
+        """Whether the uploads of a round leave masked, for their sum."""
+        return self.task.secure is not None and sends(self.job.phases[self.job.locate(round)[0]].method)
+
+    def masked(self, asked: Asked, w: Rows, undone: Undone, session: str) -> tuple[Answer, bytes]:
+        """One round whose upload stays here until `mask`; what leaves are keys for that."""
+        self.masking.enter(asked.round)
+        answer, payload = self.train(asked, w, undone)
+        return answer, self.masking.begin(asked.round, session, payload, len(w))
+
+    def stage(self, kind: str, round: int, session: str, body: bytes) -> tuple[Answer, bytes]:
+        answer = self.masking.stage(kind, round, session, body)
+        return boundary.Stage(self.client, self.task.job, round), answer
 
     def train(self, asked: Asked, w: Rows, undone: Undone) -> tuple[Answer, bytes]:
         """One round. Asked for again, it is answered again and not trained again. A private client pays for it when its
@@ -234,7 +278,11 @@ class ClientJob(LateJob):
         payload = b""
         if done.upload is not None:
             rng = generator(self.task.seed, "upload", self.client, asked.round)
-            payload, residual = encode(self.task.upload, self._private(done.upload, w), w, residual, rng)
+            upload = self._private(done.upload, w)
+            if self.task.secure:
+                payload, residual = encoded(codec_of(self.task.secure), upload, w, residual, rng)
+            else:
+                payload, residual = encode(self.task.upload, upload, w, residual, rng)
         kept, _ = boundary.told("train", self.own.privacy is not None, reply)
         self.generations.keep(asked, kept, payload, residual, undone)
         return reply, payload

@@ -17,6 +17,7 @@ app = ClientApp()
 @app.evaluate()
 @app.query("hello")
 @app.query("export")
+@app.query("secure")
 def answer(message: Message, context: Context) -> Message:
     try:
         asked = message.content

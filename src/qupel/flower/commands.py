@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qupel.flower.watch import show, tell
+from qupel.flower.watch import show, show_log, tell
 from qupel.util.errors import UserError
 from qupel.util.terminal import shown
 
@@ -37,6 +37,7 @@ TargetEpsilon = Annotated[
     float | None, typer.Option(min=0, help="differential privacy: what all rounds may cost; finds the noise")
 ]
 Delta = Annotated[float | None, typer.Option(min=0, max=1, help="of --target-epsilon (default: 1e-5)")]
+LEAST_SUM = 3  # as in `secagg`, which needs Flower's packages
 DEFAULT_CONFIG = """
 bits = [2, 3]
 [split]
@@ -247,16 +248,23 @@ def run(
     buffer: Annotated[int, typer.Option(min=1, help="uploads that make a round of --mode async")] = 3,
     target_epsilon: TargetEpsilon = None,
     delta: Delta = None,
+    secure: Annotated[bool, typer.Option("--secure", help="the server gets sums of uploads only")] = False,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="keep uploads, or sums, so that the run can be replayed")
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run of this --name")] = False,
     server: Server = None,
 ) -> None:
     """Run a federation: every client ends with its own small model, on its own disk."""
     require_flower()
     from qupel.flower.folder import Federation
+    from qupel.flower.secure import check_secure
     from qupel.flower.server import Request, Terms, check_told
     from qupel.parts.codecs import codecs
     from qupel.run import config as configs
-    from qupel.run.jobs import one_cell
+    from qupel.run.jobs import build_phases, one_cell
+    from qupel.run.recipes import Length
+    from qupel.run.sections import SecureConfig
 
     federation = Federation.open(folder)
     _warn(federation)
@@ -265,10 +273,17 @@ def run(
     parsed = _counted(configs.load(config, [*(set or []), *more]), federation)
     chosen = one_cell(parsed, cell)
     codecs.build(upload, "--upload")
-    least = minimum or max(1, federation.clients - len(federation.revoked()))
+    here = max(1, federation.clients - len(federation.revoked()))
+    masked = parsed.secure or (SecureConfig() if secure else None)
+    least = minimum or (max(LEAST_SUM, int(here * parsed.sample * masked.threshold) + 1) if masked else here)
     late = buffer if mode == "async" else 0
-    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, late)
+    terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, late, masked, audit)
     check_told(parsed, terms)
+    if masked:
+        phases = build_phases(parsed.methods[chosen.label], Length(parsed.rounds, parsed.local_steps, 1))
+        check_secure(phases, parsed.weighted, upload)
+    if masked and not LEAST_SUM <= least <= here:
+        raise UserError(f"--secure: {least} of {here} clients in a sum; allowed are {LEAST_SUM} and more, up to all")
     if resume and name is None:
         raise UserError("--resume needs --name, that of the run to go on with")
     name = name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -283,6 +298,7 @@ def run(
             raise UserError(f"{target} already holds a run; add --resume to go on with it, or give another --name")
         job, beside = f"{chosen.name}-{secrets.token_hex(4)}", config.resolve().parent
         request = Request(job=job, config=parsed, label=chosen.label, seed=chosen.seed, terms=terms, modules=beside)
+        request = request.model_copy(update={"peers": federation.server if masked else None})
         target.mkdir(parents=True)
     request.write(target)
     _drive(federation, server, target, "run")
@@ -304,9 +320,11 @@ def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:
     if not (target / "request.json").exists():
         raise UserError(f"{target} holds no run to resume")
     before = Request.read(target)
-    asked = (config, cell.label, cell.seed, terms.upload, bool(terms.buffer))
-    if (before.config, before.label, before.seed, before.terms.upload, bool(before.terms.buffer)) != asked:
-        raise UserError(f"{target} was made with another config, --cell, --upload or --mode; resume it with those")
+    asked = (config, cell.label, cell.seed)
+    known, wanted = ((terms.upload, bool(terms.buffer), terms.secure, terms.audit) for terms in (before.terms, terms))
+    if (before.config, before.label, before.seed) != asked or known != wanted:
+        made = "another config, --cell, --upload, --mode, --secure or --audit"
+        raise UserError(f"{target} was made with {made}; resume it with those")
     return before.model_copy(update={"terms": terms})
 
 
@@ -357,6 +375,21 @@ def adapt(
         write_json(target / ADAPT, sorted(dict.fromkeys(client)))
     _drive(federation, server, target, "adapt")
     show(target, ADAPTED)
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(help="a client's folder, or DIR/runs/NAME of a run with --audit")],
+    replay: Annotated[bool, typer.Option("--replay", help="of a run: compute w anew from its log")] = False,
+    lines: Annotated[bool, typer.Option("--lines", help="every line of the log")] = False,
+) -> None:
+    """Check a log: what left a client, by job; or a server's run, which --replay computes anew to the same bits."""
+    show_log(folder, lines)
+    if replay:
+        from qupel.flower.replay import replay as replayed
+
+        rounds, found = replayed(folder)
+        out.print(f"replayed: {rounds} rounds end with the same bits, w {found}", highlight=False, soft_wrap=True)
 
 
 def require_flower() -> None:

@@ -4,8 +4,8 @@ DIR/federation.json            the server's public address, the number of client
 DIR/app/, app.fab              the Flower app, and its bundle: it names code that every machine has installed itself
 DIR/server/                    authority and server certificate, the clients' public keys, start command, systemd unit,
                                proxy rule; stays on the server
-DIR/clients/client-0/          what goes to client 0: its key, the authority's certificate, its config, start command,
-                               systemd unit, and the hash of the one app that it runs
+DIR/clients/client-0/          what goes to client 0: its key, all clients' public keys (peers), the authority's
+                               certificate, its config, start command, systemd unit, the hash of the one app it runs
 DIR/runs/, DIR/logs/, up.json  made by `run` and `up`
 """
 
@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qupel.flower import templates
+from qupel.flower import peers, templates
 from qupel.util.errors import UserError
 from qupel.util.files import sync_folder, write_atomic, write_json
 
@@ -128,6 +128,7 @@ def init(
     for number in range(clients):
         _client(federation, number, client_text(number, config, modules if is_here(host) else None), venv)
         write_atomic(federation.client(number) / "app.sha256", known + "\n")
+    introduce(federation)
     described: dict[str, Any] = asdict(federation)
     del described["folder"]
     write_json(folder / "federation.json", described)  # last: a folder that has it is whole
@@ -144,6 +145,15 @@ def bundle(folder: Path) -> str:
             warnings.simplefilter("ignore", DeprecationWarning)  # of what Flower uses
             write_atomic(path, build_fab_from_disk(folder / "app"))
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def introduce(federation: Federation) -> None:
+    """Give every client whose folder is still here the public keys of all: then it knows who signs (`peers`)."""
+    keys = {path.stem: path.read_text() for path in sorted((federation.server / "keys").glob("*.pub"))}
+    peers.write(federation.server / peers.PEERS, keys)
+    for number in range(federation.clients):
+        if federation.client(number).is_dir():
+            peers.write(federation.client(number) / peers.PEERS, keys)
 
 
 def server_names(host: str) -> list[str]:
@@ -235,7 +245,9 @@ def client_text(number: int, config: Config, modules: Path | None = None) -> str
         shown = given if isinstance(given, str) else given.model_dump(mode="json", exclude={"layers"})
         layers = f"network = {_toml(shown)}\n" + layers
     layers += 'levels = "channel"\n' if config.model.levels == "channel" else ""
-    data = {k: v for k, v in config.data.model_dump(mode="json").items() if v not in (None, {}) and k != "augment"}
+    data = {
+        k: v for k, v in config.data.model_dump(mode="json").items() if v not in (None, {}, "auto") and k != "augment"
+    }
     split = {k: v for k, v in config.split.model_dump(mode="json").items() if v is not None}
     tables = [f"[{name}]\n" + "".join(f"{k} = {_toml(v)}\n" for k, v in table.items())
               for name, table in (("data", data), ("split", split))]  # fmt: skip

@@ -6,7 +6,7 @@ No field of an answer is believed: `hear` is the one door, and whatever it finds
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,8 @@ from qupel.engine.rounds import Failed
 from qupel.flower import boundary
 from qupel.flower.boundary import Answer, printable
 from qupel.flower.frames import Header
+
+Bodies = bytes | Mapping[int, bytes]  # the same for all, or client -> its own
 
 
 @dataclass(frozen=True)
@@ -31,8 +33,12 @@ class Post(Protocol):
     def present(self) -> list[int]:
         """The clients that are connected, by number."""
 
-    def ask(self, header: Header, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
+    def ask(self, header: Header, body: Bodies, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
         """Ask these clients; answers as they come, until all have answered or time is over."""
+
+
+def body_for(client: int, body: Bodies) -> bytes:
+    return body if isinstance(body, bytes) else body[client]
 
 
 def hear(kind: str, reply: Reply, round: int | None = None, job: str | None = None) -> Answer | str:

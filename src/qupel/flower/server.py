@@ -1,7 +1,8 @@
 """The server's side: `engine.rounds` runs the job; its engine is a fleet of clients that may be late, gone or wrong.
 
 A round ends when all asked clients have answered or at its deadline; those that answered soundly are averaged, at least
-`minimum` of them. What comes later, twice, from an old round or broken is not.
+`minimum` of them. What comes later, twice, from an old round or broken is not (`post.hear`). With `secure` the server
+gets no upload, only their sum (`summing`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from qupel.flower.boundary import printable
 from qupel.flower.frames import Header
 from qupel.flower.health import Health
 from qupel.flower.late import Late
-from qupel.flower.post import Post, Reply, hear, wait_for
+from qupel.flower.post import Bodies, Post, Reply, hear, wait_for
+from qupel.flower.roundlog import RoundLog
+from qupel.flower.secure import check_secure
+from qupel.flower.summing import Summing
 from qupel.flower.task import PROTOCOL, Task, Wanted, refuse_means_of_networks
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, vector
@@ -41,6 +45,7 @@ from qupel.run.adapt import FILE, layout_hash, write_origin
 from qupel.run.config import Config, Strict, find_modules_in
 from qupel.run.folder import origin_of
 from qupel.run.jobs import Cell, assemble, build_model, open_ledger
+from qupel.run.sections import SecureConfig
 from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_atomic, write_json
@@ -62,6 +67,8 @@ class Terms:
     upload: str = "fp32"  # the codec
     most_weight: float = 10.0  # what a client may count for in a weighted mean, in medians of all clients
     buffer: int = 0  # asynchronous rounds: uploads that make one (`flower.late`); 0: rounds wait for all that are asked
+    secure: SecureConfig | None = None  # the server gets sums of uploads only
+    audit: bool = False  # keep what it takes to replay the run
 
 
 class Fleet:
@@ -75,12 +82,18 @@ class Fleet:
         self.health = Health(job)
         self.late = Late(self, terms.buffer) if terms.buffer else None
         self.unheard: list[str] = []  # whose scores could not be read since they were last asked for, and why
+        self.size = Layout.of(job.module).size
+        self.sums = Summing(self, task.secure) if task.secure else None
+        self.log: RoundLog | None = None  # what an auditor replays
+        self.peers: Path | None = None  # a folder with all clients' public keys
 
     def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         self.round = round
         awake = self.health.awake(round, clients, self.terms.minimum)
-        train = self.late.train if self.late else self._train
-        return self.health.seen(round, train(round, w, awake))
+        masked = self.sums if self._sends(round) else None  # of a phase without uploads there is no sum
+        train = masked.train if masked else self.late.train if self.late else self._train
+        done = self.health.seen(round, train(round, w, awake))
+        return self.log.keep(round, w, done) if self.log else done
 
     def _train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         needed = min(self.terms.minimum, len(clients))
@@ -88,20 +101,20 @@ class Fleet:
             asked = wait_for(self.post, clients, needed, self.terms.patience)
             done = {client: Trained(client, None, fault="not connected") for client in clients}
             done |= {client: Trained(client, None, fault="no answer before the deadline") for client in asked}
-            for reply in self.ask("train", round, w, asked):
+            for reply in self.ask("train", round, as_bytes(w), asked):
                 done[reply.client] = self.read(reply, round, w)
             if sum(d.fault is None for d in done.values()) >= needed:
                 return self._weighed(done.values())
         faults = "; ".join(f"{self.job.name(d.client)}: {d.fault}" for d in done.values() if d.fault)
         raise Failed(f"round {round + 1}: fewer than {needed} clients answered soundly ({faults})")
 
-    def ask(self, kind: str, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Reply]:
+    def ask(self, kind: str, round: int, body: Bodies, clients: Sequence[int], **more: Any) -> Iterator[Reply]:
         """First answers only, and only of clients that were asked."""
-        header: Header = {"kind": kind, "protocol": PROTOCOL, "attempt": self.attempt, "round": round}
+        header: Header = {"kind": kind, "protocol": PROTOCOL, "attempt": self.attempt, "round": round, **more}
         header |= {"undone": self.undone, "seconds": self.terms.deadline}
         header["task"] = json.loads(self.task.model_dump_json())
         waiting = set(clients)
-        for reply in self.post.ask(header, vector(w).numpy().tobytes(), clients, self.terms.deadline):
+        for reply in self.post.ask(header, body, clients, self.terms.deadline):
             if reply.client in waiting:
                 waiting.discard(reply.client)
                 yield reply
@@ -111,8 +124,7 @@ class Fleet:
         heard = hear("train", reply, round=round, job=self.task.job)
         if not isinstance(heard, boundary.PrivateUpdate):
             return Trained(reply.client, None, fault=str(heard))
-        phase, _ = self.job.locate(round)
-        expected = sends(self.job.phases[phase].method)
+        expected = self._sends(round)
         upload, fault = None, None
         if expected != bool(reply.body):
             fault = "sent no upload" if expected else "sent an upload, and this phase has none"
@@ -124,10 +136,19 @@ class Fleet:
                 fault = printable(e)
         if fault is not None:
             return Trained(reply.client, None, fault=fault)
-        self.samples[reply.client] = heard.samples
+        if self.log:
+            self.log.payloads[reply.client] = reply.body
+        return Trained(reply.client, upload, self.told(heard), wire=len(reply.body))
+
+    def _sends(self, round: int) -> bool:
+        """Whether the method of a round sends uploads."""
+        return sends(self.job.phases[self.job.locate(round)[0]].method)
+
+    def told(self, heard: boundary.PrivateUpdate) -> dict[str, float]:
+        """What a client tells of its round beside the upload."""
+        self.samples[heard.client] = heard.samples
         told = {name: getattr(heard, name, None) for name in ("loss", "loss_quantized")}
-        info = {name: value for name, value in told.items() if value is not None}
-        return Trained(reply.client, upload, info, wire=len(reply.body))
+        return {name: value for name, value in told.items() if value is not None}
 
     def _weighed(self, done: Iterable[Trained]) -> Iterator[Trained]:
         """Clients count by the samples they tell, but none for more than `most_weight` medians: a lie of 2^31 samples
@@ -140,7 +161,7 @@ class Fleet:
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         """Of nobody, if nobody answers: the metrics have a gap there, and the run goes on."""
         judged, self.unheard = [], []
-        for reply in self.ask("evaluate", round, w, self._to_judge(clients)):
+        for reply in self.ask("evaluate", round, as_bytes(w), self._to_judge(clients)):
             heard = hear("evaluate", reply, round=round)
             if isinstance(heard, boundary.PrivateScores):
                 judged.append(judged_of(heard, self.task.metrics))
@@ -162,7 +183,7 @@ class Fleet:
         """`export`: let these clients, where they are connected, write their models on their own disks; `adapt`: models
         made of w, where they need not have taken part. Per client its bytes and test score, or error."""
         told: dict[int, dict[str, Any]] = {client: {"error": "no answer"} for client in clients}
-        for reply in self.ask(kind, round, w, wait_for(self.post, clients, 1, self.terms.patience)):
+        for reply in self.ask(kind, round, as_bytes(w), wait_for(self.post, clients, 1, self.terms.patience)):
             heard = hear(kind, reply, round=round)
             if isinstance(heard, boundary.PrivateExport):
                 more = {"shared": heard.shared} if isinstance(heard, boundary.Adapted) else {}
@@ -213,6 +234,10 @@ def score(
     return Score(loss, accuracy, 1, dict(zip(metrics, values, strict=False)))
 
 
+def as_bytes(w: Rows) -> bytes:
+    return vector(w).numpy().tobytes()
+
+
 def stand_in(samples: int) -> Part:
     """A client's data as the server knows it: how much there is."""
     return Part(np.broadcast_to(np.int64(0), samples), np.empty(0, np.int64))  # no memory, whatever a client says
@@ -230,6 +255,7 @@ class Request(Strict):
     seed: int
     terms: Terms
     modules: Path | None = None  # where parts of one's own are: beside the config
+    peers: Path | None = None  # a folder with all clients' public keys (`peers`)
 
     @classmethod
     def read(cls, folder: Path) -> Request:
@@ -294,6 +320,9 @@ def check_told(config: Config, terms: Terms | None = None) -> None:
     """Clients tell a closed list of things, and are told another: what a run needs beyond cannot be had."""
     if terms and terms.buffer and config.privacy is not None:
         raise UserError("privacy: what it costs in asynchronous rounds is not counted; leave out one of the two")
+    if terms and terms.buffer and (terms.secure or terms.audit):
+        what = "--secure: a sum is of one round's uploads" if terms.secure else "--audit: a log is of rounds in turn"
+        raise UserError(f"{what}; leave out --mode async")
     if config.diagnostics != "off":
         raise UserError("diagnostics: clients on Flower tell scores only; leave it out")
     refuse_means_of_networks(config)
@@ -313,14 +342,24 @@ def open_fleet(folder: Path, post: Post) -> Fleet:
     greeting = folder / "clients.json"
     if not greeting.exists():
         write_json(greeting, greet(post, request))
-    told = json.loads(greeting.read_text())
+    job, task = described(folder, request)
+    fleet = Fleet(job, task, post, request.terms, attempt)
+    fleet.peers = request.peers
+    fleet.log = RoundLog(folder, attempt, task.model_dump_json()) if request.terms.audit else None
+    return fleet
+
+
+def described(folder: Path, request: Request) -> tuple[Job, Task]:
+    """The job of a run folder whose clients were greeted, and what clients are told of it."""
+    told = read_json(folder / "clients.json")
     data = nothing(tuple(told["shape"]), told["classes"])
     parts = [stand_in(n) for n in told["samples"]]
-    config, cell = request.config, Cell(request.label, request.seed)
+    config, cell, terms = request.config, Cell(request.label, request.seed), request.terms
     job = assemble(config, cell, build_model(config, data, cell), data, parts, [Plan() for _ in parts])
     job = replace(job, epoch_steps=job.client_epoch_steps, checkpoint_every=1, secret=secret_of(folder, job))
-    task = Task.of(job, config, cell, name=request.job, upload=request.terms.upload)
-    return Fleet(job, task, post, request.terms, attempt)
+    if terms.secure:
+        check_secure(job.phases, job.weighted, terms.upload)
+    return job, Task.of(job, config, cell, name=request.job, upload=terms.upload, secure=terms.secure)
 
 
 def secret_of(folder: Path, job: Job) -> int:
@@ -352,6 +391,8 @@ def conduct(
     finished = run(fleet.job, fleet, checkpoints=checkpoints, ledger=ledger, watch=tell, should_stop=should_stop)
     write_atomic(folder / "w.bin", vector(finished.w).numpy().tobytes())
     fleet.save(folder)
+    if fleet.log:
+        fleet.log.end(finished.w)
     write_origin(folder / FILE, origin_of(request.config, Cell(request.label, request.seed), fleet.job, finished.w))
     if request.config.save_models:
         export(folder, fleet)

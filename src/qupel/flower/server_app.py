@@ -22,10 +22,11 @@ from flwr.supercore.inflatable.inflatable_object import get_object_body
 from qupel.engine.rounds import Failed, Progress, Stopped
 from qupel.engine.scores import short
 from qupel.flower import frames
-from qupel.flower.boundary import printable
+from qupel.flower.boundary import SECURE_STAGES, printable
 from qupel.flower.frames import Header
+from qupel.flower.post import Bodies, Reply, body_for
 from qupel.flower.processes import Process
-from qupel.flower.server import Reply, adapt, conduct, export, open_fleet
+from qupel.flower.server import adapt, conduct, export, open_fleet
 from qupel.util.errors import UserError
 from qupel.util.files import write_json
 
@@ -38,6 +39,7 @@ MOST_REPEATED = 2**28  # bytes of an array whose chunks are repeated
 LARGEST_ANSWER, DEEPEST_ANSWER = 2**14, 2  # bytes and brackets of an answer's header; ours have under 1,000 and 2
 # of our questions; the others are Flower's own: train, evaluate
 MESSAGE_TYPES = {"hello": "query.hello", "ping": "query.hello", "export": "query.export", "adapt": "query.export"}
+MESSAGE_TYPES |= dict.fromkeys(SECURE_STAGES, "query.secure")
 
 
 @app.main()
@@ -104,7 +106,7 @@ class FlowerPost:
                 nodes.setdefault(int(named[1]), node.node_id)
         return nodes
 
-    def ask(self, header: Header, body: bytes, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
+    def ask(self, header: Header, body: Bodies, clients: Sequence[int], seconds: float) -> Iterator[Reply]:
         begin = time.monotonic()
         nodes = {client: node for client, node in self._nodes().items() if client in set(clients)}
         waiting = self._push(header, body, nodes, seconds)
@@ -122,14 +124,14 @@ class FlowerPost:
             if waiting:
                 time.sleep(POLL_SECONDS)
 
-    def _push(self, header: Header, body: bytes, nodes: dict[int, int], seconds: float) -> dict[str, int]:
+    def _push(self, header: Header, body: Bodies, nodes: dict[int, int], seconds: float) -> dict[str, int]:
         """Send a question to these clients' nodes; number of the message -> client."""
         kind = MESSAGE_TYPES.get(header["kind"], str(header["kind"]))
         messages = []
-        for node in nodes.values():
+        for client, node in nodes.items():
             content = RecordDict({"question": ConfigRecord({"header": json.dumps(header)})})
-            if body:
-                content["arrays"] = ArrayRecord({"w": Array(np.frombuffer(body, np.float32))})
+            if part := body_for(client, body):
+                content["arrays"] = ArrayRecord({"w": Array(np.frombuffer(part, np.uint8))})
             messages.append(Message(content, node, kind, ttl=seconds + 30, group_id=str(header.get("round", ""))))
         return dict(zip(self.grid.push_messages(messages), nodes, strict=True)) if messages else {}
 

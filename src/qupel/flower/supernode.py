@@ -13,10 +13,11 @@ import inspect
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qupel.flower import clean
+from qupel.flower import audit, clean
 from qupel.flower.processes import Process
 from qupel.flower.templates import APP_NAME, APP_VERSION
 from qupel.flower.trust import ends
@@ -25,8 +26,8 @@ from qupel.util.errors import UserError
 TESTED = "1.41."  # of flwr: what is replaced here is not part of its interface
 
 
-def pin(wanted: str) -> None:
-    """Let Flower's SuperNode take this bundle and no other."""
+def pin(wanted: str, note: Callable[[int, str], None] = lambda run, other: None) -> None:
+    """Let Flower's SuperNode take this bundle and no other; note: is told the run and hash of any other."""
     import flwr
     from flwr.supernode import start_client_internal as node
 
@@ -35,11 +36,11 @@ def pin(wanted: str) -> None:
     known = pull is not None and needed <= set(inspect.signature(pull).parameters) and hasattr(node, "_verify_fab")
     if not known or pull is None or not flwr.__version__.startswith(TESTED):
         raise UserError(f"flwr {flwr.__version__} cannot be held to one app; install flwr {TESTED}*")
-    node._pull_and_store_message = _checked(pull, wanted)
+    node._pull_and_store_message = _checked(pull, wanted, note)
     node._verify_fab = lambda fab, trusted_entities: hashlib.sha256(fab.content).hexdigest() == wanted
 
 
-def _checked(pull: Callable[..., Any], wanted: str) -> Callable[..., Any]:
+def _checked(pull: Callable[..., Any], wanted: str, note: Callable[[int, str], None]) -> Callable[..., Any]:
     """Flower's function that takes a message in; a bundle comes to it with a sign that it is ours, or with none."""
     from flwr.supercore.fab import Fab
 
@@ -54,6 +55,8 @@ def _checked(pull: Callable[..., Any], wanted: str) -> Callable[..., Any]:
             content, run = get_fab(fab_hash, number).content, runs[number]
             named = (run.fab_id, run.fab_version, fab_hash) == (APP_NAME, APP_VERSION, wanted)  # they become a path
             ours = named and hashlib.sha256(content).hexdigest() == wanted
+            if not ours:
+                note(number, hashlib.sha256(content).hexdigest())
             return Fab(fab_hash, content, {"valid_license": "pinned"} if ours else {})
 
         return pull(get_run=asked_run, get_fab=asked_fab, **{**rest, "trusted_entities": {"app": wanted}})
@@ -75,7 +78,7 @@ def main(folder: Path, options: list[str]) -> None:
         raise UserError(f"{folder} already has a SuperNode, process {before.pid}")
     if ends(folder / "ca.crt") < datetime.now(UTC):
         raise UserError(f"{folder / 'ca.crt'} has expired; `qupel flower renew` on the server makes a new one")
-    pin(wanted)
+    pin(wanted, partial(audit.refused_code, clean.state_of(folder)))
     for left in clean.of_client(folder):
         left.remove()
         print(f"removed {left.what}", file=sys.stderr, flush=True)

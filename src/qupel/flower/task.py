@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.flower.boundary import HASH, JOB, MOST_METRICS
+from qupel.flower.policy import Policy
 from qupel.parts.codecs import codecs
 from qupel.parts.methods.base import row_per_network
 from qupel.parts.phase import Phase
@@ -34,12 +35,12 @@ from qupel.run.config import (
 from qupel.run.jobs import Cell, build_phases
 from qupel.run.networks import model_name
 from qupel.run.recipes import Length
-from qupel.run.sections import NetworkConfig
+from qupel.run.sections import NetworkConfig, SecureConfig
 from qupel.tasks.losses import losses
 from qupel.tasks.metrics import chosen, metrics
 from qupel.util.errors import UserError
 
-PROTOCOL: Literal[4] = 4  # of the messages between server and clients; both sides must agree
+PROTOCOL: Literal[5] = 5  # of the messages between server and clients; both sides must agree
 
 
 class Wanted(Strict):
@@ -127,7 +128,7 @@ class Task(Wanted):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # BinaryRelax ends with an infinite lambda
 
-    protocol: Literal[4] = PROTOCOL
+    protocol: Literal[5] = PROTOCOL
     job: str = Field(pattern=f"^{JOB}$", description="names the client's folder of states")
     label: str
     seed: int = Field(ge=0)
@@ -143,6 +144,7 @@ class Task(Wanted):
     sampling: Literal["fixed", "poisson"] = Field("fixed", exclude_if=lambda value: value == "fixed")
     augment: bool = False
     upload: str = Field("fp32", description="the codec")
+    secure: SecureConfig | None = Field(None, description="uploads leave masked, for their sum")
 
     @field_validator("upload")
     @classmethod
@@ -151,7 +153,9 @@ class Task(Wanted):
         return value
 
     @classmethod
-    def of(cls, job: Job, config: Config, cell: Cell, *, name: str, upload: str) -> Task:
+    def of(
+        cls, job: Job, config: Config, cell: Cell, *, name: str, upload: str, secure: SecureConfig | None = None
+    ) -> Task:
         """What clients must know of the server's job."""
         described = Wanted.of_config(config, cell).model_dump() | {
             "job": name,
@@ -169,6 +173,7 @@ class Task(Wanted):
             "sampling": job.sampling,
             "augment": job.transform.augment,
             "upload": upload,
+            "secure": None if secure is None else secure.model_dump(),
         }
         return cls.model_validate_json(json.dumps(described))
 
@@ -227,6 +232,8 @@ class ClientConfig(Strict):
     nice: int = Field(0, ge=0, le=19)
     allow: tuple[str, ...] = Field((), description="modules of this machine that a job may name its parts from")
     modules: Path | None = Field(None, description="a folder of modules, besides this file's own")
+    keys: Path = Field(Path("."), description="folder with its key and the other clients' (key, peers)")
+    policy: Policy = Policy()
     privacy: Privacy | None = None
 
     @field_validator("network", mode="before")
@@ -262,7 +269,7 @@ def load_client(path: Path) -> ClientConfig:
         find_modules_in(here)
         if config.modules is not None:
             find_modules_in(here / config.modules.expanduser())
-    own: dict[str, Any] = {"state": here / config.state}
+    own: dict[str, Any] = {"state": here / config.state, "keys": here / config.keys.expanduser()}
     if data.name.endswith((".npz", "/")):
         own["data"] = data.model_copy(
             update={"name": f"{here / Path(data.name).expanduser()}{'/' * data.name.endswith('/')}"}

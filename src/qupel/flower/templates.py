@@ -39,6 +39,15 @@ resident = true             # keep torch and data loaded between rounds (false: 
 {data}
 # A try-out: this client takes its part of a data set that all clients have.
 {split}
+# What it does at all, whatever a server asks for; see docs/secure.md.
+# [policy]
+# methods = ["qupel", "fedavg"]
+# networks = ["digits_cnn"]
+# rounds = 200              # of a job, at most
+# secure = true             # only jobs with secure aggregation
+# least = 10                # clients in a sum, at least
+# epsilon = 1.0             # only with a [privacy] at least so strong
+
 # Local differential privacy of what it sends; see docs/deploy.md for what that protects.
 # [privacy]
 # clip = 1.0

@@ -13,6 +13,7 @@ from qupel.flower.folder import (
     Federation,
     bundle,
     certificate_pem,
+    introduce,
     make_authority,
     make_certificate,
     private_pem,
@@ -72,6 +73,7 @@ def renew(federation: Federation) -> datetime.datetime:
         if (there := federation.client(number)).is_dir():
             write_atomic(there / "ca.crt", certificate_pem(authority))
             write_atomic(there / "app.sha256", known + "\n")
+    introduce(federation)
     return before
 
 

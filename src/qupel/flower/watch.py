@@ -1,4 +1,4 @@
-"""What `qupel flower run`, `export` and `adapt` say on a terminal."""
+"""What the commands of a federation say on a terminal."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from qupel.util.errors import UserError
 from qupel.util.terminal import losses_text, never_text, privacy_text, shown
 
 out = Console()
@@ -44,3 +45,30 @@ def show(target: Path, name: str = "exports.json") -> None:
             table.add_row(str(told["client"]), Text(size), *scores)
         out.print(table)
     out.print(f"[dim]everything the server knows is in {shown(target)}[/dim]")
+
+
+def show_log(folder: Path, every: bool) -> None:
+    """Of a client or of a run: whether its log is whole, its last hash, and of a client what left, by job."""
+    from qupel.flower import chain, clean, roundlog
+    from qupel.flower.audit import LOG, accounts
+
+    if (folder / "client.toml").exists():
+        path = clean.state_of(folder) / LOG
+    elif (folder / "request.json").exists():
+        path = folder / roundlog.LOG
+    else:
+        raise UserError(f"{folder} is neither a client's folder (client.toml) nor a run's (request.json)")
+    lines = list(chain.read(path))
+    for line in lines if every else ():
+        out.print(json.dumps(line.entry), markup=False, highlight=False, soft_wrap=True)
+    if path.name == LOG:
+        table = Table("job", "from", "to", "rounds", "answers", "bytes that left", "refused")
+        for job, a in accounts(lines).items():
+            why = "; ".join(f"{text} ({count})" for text, count in a.refused.items())
+            row = (job or "-", a.first, a.last, str(len(a.rounds)), str(a.answers), f"{a.left:,}", why)
+            table.add_row(*(Text(shown(text, 1000)) for text in row))
+        out.print(table)
+    head = lines[-1].hash if lines else "none"
+    out.print(
+        f"{shown(path)}: {len(lines)} lines, none changed; the last hash: {head}", highlight=False, soft_wrap=True
+    )

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from qupel.parts.base import Rows, Upload, vector
-from qupel.parts.codecs import codecs
+from qupel.parts.codecs import Codec, codecs
 from qupel.parts.codecs.base import decode_rows, encode_rows, floats
 from qupel.util.errors import UserError
 
 
 def encode(
-    codec: str, upload: Upload, sent: Rows, residual: Tensor | None, rng: np.random.Generator
+    codec: str | Codec, upload: Upload, sent: Rows, residual: Tensor | None, rng: np.random.Generator
 ) -> tuple[bytes, Tensor | None]:
     """(bytes, what they leave for the next upload) of an upload to a server that sent these rows. What a phase with
     another number of rows has left is let go."""
     size = len(sent[0])
     before = () if residual is None or len(residual) != len(sent) * size else residual.split(size)
-    payload, left = encode_rows(codecs[codec](), upload.rows, sent, before, rng)
+    payload, left = encode_rows(codecs.build(codec, "upload"), upload.rows, sent, before, rng)
     if upload.shares is not None:
         payload += upload.shares.to(torch.float32).numpy().tobytes()
     return payload, vector(left) if left else None

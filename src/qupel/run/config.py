@@ -33,6 +33,7 @@ from qupel.run.sections import (
     ModelConfig,
     Networks,
     PrivacyConfig,
+    SecureConfig,
     SplitConfig,
     Strict,
     TaskConfig,
@@ -169,6 +170,11 @@ class Config(Strict):
     save_models: bool = True
     diagnostics: Literal["off", "cheap", "full"] = "off"
     privacy: PrivacyConfig | None = Field(None, exclude_if=lambda value: value is None)
+    secure: SecureConfig | None = Field(
+        None,
+        description="federations on Flower: the server gets sums of uploads only",
+        exclude_if=lambda value: value is None,  # runs of before it was there have the same settings
+    )
     methods: dict[str, MethodConfig]
 
     @field_validator("bits")

@@ -120,6 +120,10 @@ def run_experiment(
     from qupel.report.runs import read_result
     from qupel.report.summary import write_summary  # with scipy, which no worker needs
 
+    if config.secure is not None:
+        raise UserError(
+            "secure: it is for machines that do not trust each other (`qupel flower run`); leave it out here"
+        )
     place = check_device(device)
     if place.type != "cpu" and start is not Pool:
         raise UserError(f"device {device}: ranks compute on CPUs")

@@ -165,3 +165,12 @@ def check_model(name: str) -> str:
     elif name not in zoo.networks:
         raise ValueError(f'unknown model {name!r}; allowed: {", ".join(zoo.networks)}, or "module:Name" of your own')
     return name
+
+
+class SecureConfig(Strict):
+    """Secure aggregation, of federations on Flower: the server gets the sum of the uploads only (docs/secure.md)."""
+
+    bits: Literal[16, 32] = Field(16, description="of a number of an upload, in fixed point")
+    clip: float = Field(1.0, gt=0, lt=1e30, description="largest size of a number of w_i - w; the rest waits")
+    threshold: float = Field(2 / 3, ge=0.5, lt=1, description="a sum is opened if more than this share is left")
+    neighbours: int = Field(100, ge=4, multiple_of=2, description="clients that a client is masked with, at most")
