@@ -71,7 +71,9 @@ class Late:
 
         def ask() -> None:
             try:
-                reply: Reply | Exception | None = next(iter(self.fleet.ask("train", at, vector(w).numpy().tobytes(), [client])), None)
+                reply: Reply | Exception | None = next(
+                    iter(self.fleet.ask("train", at, vector(w).numpy().tobytes(), [client])), None
+                )
             except Exception as e:  # the post's own, for the loop to meet
                 reply = e
             self.answers.put((client, at, reply))
