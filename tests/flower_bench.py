@@ -31,7 +31,7 @@ bits = {list(BITS[:count])}
 name = "{model}"
 {SPLIT.format(count=count)}
 [methods.QuPeL]
-recipe = "qupel"
+recipe = "qupel-prox"
 warmup = 0.4
 finetune = 0.2
 optimizer = "momentum"

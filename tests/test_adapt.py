@@ -188,7 +188,7 @@ def test_a_budget_is_kept(tmp_path):
 
 
 def test_mistakes_are_told(tmp_path):
-    done = qupel.fit(mlp(), people(), **SHORT)
+    done = qupel.fit(mlp(), people(), method="qupel-prox", **SHORT)
     x, y = NEW[0][:2]
     for given, options, words in (
         ((x, y), {"bits": 2, "budget": "4 KiB"}, "either bits or budget"),

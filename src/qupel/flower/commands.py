@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from qupel.flower.templates import DEFAULT_CONFIG
 from qupel.flower.watch import show, show_log, tell
 from qupel.util.errors import UserError
 from qupel.util.terminal import shown
@@ -38,14 +39,6 @@ TargetEpsilon = Annotated[
 ]
 Delta = Annotated[float | None, typer.Option(min=0, max=1, help="of --target-epsilon (default: 1e-5)")]
 LEAST_SUM = 3  # as in `secagg`, which needs Flower's packages
-DEFAULT_CONFIG = """
-bits = [2, 3]
-[split]
-clients = {clients}
-train_per_client = 20
-[methods.QuPeL]
-recipe = "qupel"
-"""
 
 
 @app.command()
@@ -263,6 +256,7 @@ def run(
     from qupel.parts.codecs import codecs
     from qupel.run import config as configs
     from qupel.run.jobs import build_phases, one_cell
+    from qupel.run.privacy import counted
     from qupel.run.recipes import Length
     from qupel.run.sections import SecureConfig
 
@@ -270,7 +264,7 @@ def run(
     _warn(federation)
     private = {"target_epsilon": target_epsilon, "delta": delta}
     more = [f"privacy.{key}={value}" for key, value in private.items() if value is not None]
-    parsed = _counted(configs.load(config, [*(set or []), *more]), federation)
+    parsed = counted(configs.load(config, [*(set or []), *more]), federation.folder)
     chosen = one_cell(parsed, cell)
     codecs.build(upload, "--upload")
     here = max(1, federation.clients - len(federation.revoked()))
@@ -303,14 +297,6 @@ def run(
     request.write(target)
     _drive(federation, server, target, "run")
     return show(target)
-
-
-def _counted(config: Config, federation: Federation) -> Config:
-    """A private config whose ledger is the federation's, of all its runs, unless it names another."""
-    if config.privacy is None or config.privacy.ledger is not None:
-        return config
-    ledger = federation.folder / "privacy.json"
-    return config.model_copy(update={"privacy": config.privacy.model_copy(update={"ledger": ledger})})
 
 
 def _known(target: Path, config: Config, cell: Cell, terms: Any) -> Request:

@@ -8,7 +8,6 @@ gets no upload, only their sum (`summing`).
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,8 +20,6 @@ import torch
 
 from qupel.core.codebook import Plan
 from qupel.core.layout import Layout
-from qupel.data.partition import Part
-from qupel.data.sources import Arrays, Dataset
 from qupel.engine import scores
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.job import Job
@@ -32,6 +29,7 @@ from qupel.flower import boundary
 from qupel.flower.boundary import printable
 from qupel.flower.frames import Header
 from qupel.flower.health import Health
+from qupel.flower.known import judged_of, nothing, stand_in
 from qupel.flower.late import Late
 from qupel.flower.post import Bodies, Post, Reply, hear, wait_for
 from qupel.flower.roundlog import RoundLog
@@ -44,9 +42,9 @@ from qupel.parts.methods.base import sends
 from qupel.run.adapt import FILE, layout_hash, write_origin
 from qupel.run.config import Config, Strict, find_modules_in
 from qupel.run.folder import origin_of
-from qupel.run.jobs import Cell, assemble, build_model, open_ledger
+from qupel.run.jobs import Cell, assemble, build_model
+from qupel.run.privacy import open_ledger
 from qupel.run.sections import SecureConfig
-from qupel.tasks.judge import Score
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_atomic, write_json
 
@@ -212,35 +210,8 @@ class Fleet:
             self.undone = [*self.undone, [first, self.round]]
 
 
-def judged_of(heard: boundary.PrivateScores, metrics: Sequence[str] = ()) -> Judged:
-    """A client's scores as the loop of rounds takes them; a private client's are not there."""
-    if not isinstance(heard, boundary.Scores):
-        unsaid = Score(math.nan, None, 0)
-        return Judged(heard.client, unsaid, unsaid, unsaid, None, None, None)
-    test = score(heard.test, heard.test_loss, metrics, heard.test_metrics)
-    test = replace(test, count=min(test.count, 1) * max(1, heard.tested))
-    validation = score(heard.validation, heard.validation_loss, metrics, heard.validation_metrics)
-    float_test = score(heard.float_test, heard.float_test_loss, metrics, heard.float_test_metrics)
-    return Judged(heard.client, test, validation, float_test, heard.bytes, heard.bits, heard.dead)
-
-
-def score(
-    accuracy: float | None, loss: float | None, metrics: Sequence[str] = (), told: Sequence[float | None] = ()
-) -> Score:
-    """A score has a loss, or it is none: one client without must not make the mean of all NaN."""
-    if loss is None:
-        return Score(math.nan, None, 0)
-    values = [math.nan if v is None else v for v in told] + [math.nan] * len(metrics)
-    return Score(loss, accuracy, 1, dict(zip(metrics, values, strict=False)))
-
-
 def as_bytes(w: Rows) -> bytes:
     return vector(w).numpy().tobytes()
-
-
-def stand_in(samples: int) -> Part:
-    """A client's data as the server knows it: how much there is."""
-    return Part(np.broadcast_to(np.int64(0), samples), np.empty(0, np.int64))  # no memory, whatever a client says
 
 
 # --- a whole run ---
@@ -308,12 +279,6 @@ def greet(post: Post, request: Request) -> dict[str, Any]:
     typical = int(np.median(list(told.values())))
     samples = [told.get(i, typical) for i in range(terms.clients)]
     return {"shape": kind[0], "classes": kind[1], "samples": samples, "left_out": faults}
-
-
-def nothing(shape: tuple[int, ...], classes: int) -> Dataset:
-    """The clients' data as the server knows them."""
-    none = Arrays(torch.empty(0, *shape), torch.empty(0, dtype=torch.int64))
-    return Dataset("the clients' own", none, none, classes)
 
 
 def check_told(config: Config, terms: Terms | None = None) -> None:

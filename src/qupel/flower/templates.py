@@ -115,3 +115,12 @@ server {{
     location / {{ return 404; }}
 }}
 """
+
+DEFAULT_CONFIG = """
+bits = [2, 3]
+[split]
+clients = {clients}
+train_per_client = 20
+[methods.QuPeL]
+recipe = "qupel"
+"""

@@ -47,12 +47,12 @@ from qupel.run.jobs import (
     cells,
     fingerprint,
     first_rounds,
-    open_ledger,
     shared_rounds,
     shared_settings,
     source_of,
 )
 from qupel.run.networks import model_name
+from qupel.run.privacy import open_ledger
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
 from qupel.util.machine import check_device

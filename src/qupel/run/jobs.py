@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,28 +24,24 @@ from qupel.deploy.budget import Planner, parse_size
 from qupel.deploy.feed import described
 from qupel.deploy.file import load
 from qupel.deploy.own import facts
-from qupel.engine.accounting import Budget, noise_for
 from qupel.engine.door import check_trainable
 from qupel.engine.fingerprint import digest
 from qupel.engine.job import Job, standardized
-from qupel.engine.ledger import FILE as LEDGER
-from qupel.engine.ledger import Ledger, planned
 from qupel.paper.diagnostics import Diagnostics
 from qupel.parts.methods.base import quantizer_of, sends
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.hedged import Hedged
 from qupel.parts.phase import Phase
 from qupel.parts.servers import servers
-from qupel.parts.servers.private import Private
 from qupel.run.config import Config, MethodConfig
 from qupel.run.networks import build_networks, model_name, network_names, network_of, networks_of
+from qupel.run.privacy import with_privacy
 from qupel.run.recipes import Length, compose, find
-from qupel.run.sections import NetworkConfig, PrivacyConfig
+from qupel.run.sections import NetworkConfig
 from qupel.tasks import zoo
 from qupel.tasks.losses import losses, with_weights
 from qupel.tasks.task import Loss
 from qupel.util.errors import UserError
-from qupel.util.files import write_json
 
 SHARED = ("seed", "data", "split", "model", "task", "local_steps", "batch", "sample", "sampling", "weighted")
 
@@ -237,38 +232,6 @@ def assemble(
     job = standardized(job, config.data.standardize)
     job = job.with_phases(build_phases(method, length_of(config, job)))
     return job if config.privacy is None else with_privacy(job, config.privacy)
-
-
-def with_privacy(job: Job, privacy: PrivacyConfig) -> Job:
-    """A job whose phases send with privacy; where only a target is given, with the noise that it needs."""
-    expected = job.participation * len(job.parts)
-    try:
-        covers = [Private(privacy.clip, privacy.noise or 1.0, privacy.kind, expected, p.server) for p in job.phases]
-    except ValueError as e:
-        raise UserError(f"privacy: {e}") from None
-    budget = Budget(privacy.delta, privacy.target_epsilon)
-
-    def made(noise: float) -> Job:
-        phases = [replace(p, server=replace(c, noise=noise)) for p, c in zip(job.phases, covers, strict=True)]
-        return replace(job, phases=phases, budget=budget)
-
-    if privacy.noise is not None or not planned(made(1.0)):
-        return made(privacy.noise or 1.0)
-    assert privacy.target_epsilon is not None
-    return made(noise_for(privacy.target_epsilon, privacy.delta, lambda noise: planned(made(noise))))
-
-
-def open_ledger(config: Config, job: Job, folder: Path, run: str) -> Ledger | None:
-    """The ledger of a private job: in its folder, or in a file of several runs, in which it has a name of its own."""
-    if job.budget is None:
-        return None
-    shared = config.privacy.ledger if config.privacy else None
-    if shared is None:
-        return Ledger(folder / LEDGER, run, job)
-    name = folder / "ledger-name.json"
-    if not name.exists():
-        write_json(name, f"{run}-{secrets.token_hex(8)}")
-    return Ledger(shared, json.loads(name.read_text()), job)
 
 
 def build_plans(

@@ -265,7 +265,7 @@ def _(shape: tuple[int, ...], classes: int) -> nn.Module:
     return resnet32(shape[0], classes)
 
 
-@networks.register("mobilenet", about="depthwise convolutions and BatchNorm, small images, 37,162 parameters")
+@networks.register("mobilenet", about="depthwise convolutions, BatchNorm, small images, 37,162 numbers")
 def _(shape: tuple[int, ...], classes: int) -> nn.Module:
     return mobilenet(shape[0], classes)
 
