@@ -1,7 +1,7 @@
 """Put finished runs under docs/results: a page with table, command and machine, a picture, and the numbers of every
 seed and client, from which the page can be made again.
 
-    python experiments/publish.py runs/NAME [runs/OTHER ...]     the page is named after the first run
+    python experiments/publish.py runs/NAME [runs/OTHER ...]     the page is named after the first run, or --as=NAME
     python experiments/publish.py docs/results/NAME.json         the page (a table of the paper, too) from its numbers
 
 What `benchmarks/adaptation.py` and `benchmarks/exported.py` measured of a run goes with it.
@@ -152,7 +152,8 @@ def _exported(cells: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    paths = [Path(name) for name in sys.argv[1:]]
+    named = [word.removeprefix("--as=") for word in sys.argv[1:] if word.startswith("--as=")]
+    paths = [Path(word) for word in sys.argv[1:] if not word.startswith("--as=")]
     if not paths:
         raise SystemExit(__doc__)
     if paths[0].suffix == ".json":
@@ -167,8 +168,9 @@ def main() -> None:
         return
     raw = {folder.name: section(folder) for folder in paths}
     first = raw[paths[0].name]
-    write(paths[0].name, raw, TARGET)
-    figures.comparison_picture(first["cells"], tables.rows(first["cells"]), TARGET / f"{paths[0].name}.png")
+    name = named[0] if named else paths[0].name
+    write(name, raw, TARGET)
+    figures.comparison_picture(first["cells"], tables.rows(first["cells"]), TARGET / f"{name}.png")
 
 
 if __name__ == "__main__":
