@@ -103,7 +103,7 @@ def told(found):
 
 def test_a_name_is_the_recipes_unless_a_quantizer_or_a_server_is_given():
     every = {"evaluate_every": 1}
-    assert told(fit(mlp(), **every)) == [("hedged", "none"), ("hedged", "ste"), ("hedged", "ste")]
+    assert told(fit(mlp(), **every)) == [("hedged", "ste"), ("hedged", "ste"), ("hedged", "frozen")]
     assert told(fit(mlp(), server="fedavgm", **every)) == [("qupel", "prox")] * 3
     assert told(fit(mlp(), quantizer="ste", **every)) == [("qupel", "ste")] * 3
     assert told(fit(mlp(), method="ditto", quantizer={"name": "lsq"}, **every)) == [("ditto", "lsq")] * 3

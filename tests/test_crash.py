@@ -31,12 +31,12 @@ finetune = 0.2
 optimizer = "momentum"
 init = "quantile"
 [methods.QuPeL]
-recipe = "qupel"
+recipe = "qupel-prox"
 [methods.Twin]
-recipe = "qupel"
+recipe = "qupel-prox"
 lambda_p = 0.2
 [methods.Local]
-recipe = "local"
+recipe = "local-prox"
 """
 
 

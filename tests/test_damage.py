@@ -16,7 +16,7 @@ from qupel.util.files import Damaged, read_json, write_sealed
 from test_crash import CONFIG as WHOLE
 from test_crash import outcome
 
-CONFIG = WHOLE.replace('[methods.Local]\nrecipe = "local"\n', "").replace(
+CONFIG = WHOLE.replace('[methods.Local]\nrecipe = "local-prox"\n', "").replace(
     "checkpoint_every = 2", "checkpoint_every = 1"
 )
 AFTER = 16  # rounds until the run is stopped: one cell is done, the other in the middle

@@ -66,7 +66,7 @@ def told(folder):
 
 def same_lines(lines, others, *more):
     """Centers, and what a method tells beside its losses, stay with their client."""
-    drop = {"seconds", "weights", "train_shared_loss", *more}
+    drop = {"seconds", "weights", "train_shared_loss", "train_alone_loss", *more}
     plain = [[{k: v for k, v in line.items() if k not in drop} for line in each] for each in (lines, others)]
     assert plain[0] == plain[1]
 

@@ -227,8 +227,7 @@ def test_caps_below_one_round_are_a_mistake(tmp_path):
 
 # --- the config's own [privacy]: noise on the sum ---
 
-CENTRAL = bench.config()
-CENTRAL = bench.config()
+CENTRAL = bench.config().replace("[model]", "[privacy]\nclip = 0.05\nnoise = {noise}\n{more}[model]", 1)
 
 
 def central(noise=2.0, more=""):

@@ -321,7 +321,7 @@ name = "mlp"
 metrics = ["top3", "frail:metric"]
 judge_by = "macro_f1"
 [methods.Local]
-recipe = "local"
+recipe = "local-prox"
 warmup = 0.0
 finetune = 0.0
 """

@@ -45,7 +45,7 @@ finetune = 0.2
 optimizer = "momentum"
 init = "quantile"
 [methods.QuPeL]
-recipe = "qupel"
+recipe = "qupel-prox"
 [[methods.Written.phases]]
 method = "fedavg"
 rounds = 1

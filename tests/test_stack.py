@@ -351,7 +351,7 @@ model.name = "mlp"
 data.limit = 200
 split = {kind = "iid", clients = 32, train_per_client = 4, test_per_client = 1}
 [methods.QuPeL]
-recipe = "qupel"
+recipe = "qupel-prox"
 warmup = 0.4
 finetune = 0.3
 """

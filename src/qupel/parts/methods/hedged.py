@@ -84,20 +84,21 @@ class Hedged(OneRow):
 
     def step(self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock) -> tuple[HedgedState, Info]:
         eta1, alone_eta1 = self.eta1(clock.time), self.alone_eta1(clock.time)
-        if self.stage == "both":
-            shared, own = problem.own.gradient(s.x, batch), problem.own.gradient(s.beside[0], batch)
-            x, shared_memory = self.optimizer.step(s.x, shared.gradient, s.shared_memory, eta1)
-            v, memory = self.alone_optimizer.step(s.beside[0], own.gradient, s.memory, alone_eta1)
-            s = s if bool(s.begun.any()) else self._arrived(s, torch.as_tensor(shared.loss).to(s.losses))
-            info = Info(shared.loss, more={"alone_loss": own.loss})
-            return replace(s, x=x, beside=(v,), memory=memory, shared_memory=shared_memory), info
         descent = self.quantizer.gradient(s.x, s.codebook, problem.own, batch, clock)
-        g, pull = descent.gradient, self.tie(clock.time)
-        apart, memory = self.alone_optimizer.step(s.x, g, s.memory, alone_eta1)
-        pulled = torch.add(g, s.x - s.w, alpha=pull) if pull else g
-        together, shared_memory = self.optimizer.step(s.x, pulled, s.shared_memory, eta1)
-        y = _pick(s.alone, apart, together)
+        g, pull, more = descent.gradient, self.tie(clock.time), {}
+        if self.stage == "both":
+            s = s if bool(s.begun.any()) else self._arrived(s, descent.info)
+            own = problem.own.gradient(s.beside[0], batch)
+            v, memory = self.alone_optimizer.step(s.beside[0], own.gradient, s.memory, alone_eta1)
+            y, shared_memory = self.optimizer.step(s.x, g, s.shared_memory, eta1)
+            s, more = replace(s, beside=(v,)), {"alone_loss": own.loss}
+        else:
+            apart, memory = self.alone_optimizer.step(s.x, g, s.memory, alone_eta1)
+            pulled = torch.add(g, s.x - s.w, alpha=pull) if pull else g
+            together, shared_memory = self.optimizer.step(s.x, pulled, s.shared_memory, eta1)
+            y = _pick(s.alone, apart, together)
         x, codebook, info = self.quantizer.settle(y, s.codebook, descent, problem.own, batch, self.eta1, clock)
+        info = replace(info, more={**info.more, **more})
         return replace(s, x=x, codebook=codebook, memory=memory, shared_memory=shared_memory), info
 
     def upload(self, state: HedgedState) -> Upload | None:
@@ -113,10 +114,11 @@ class Hedged(OneRow):
         x = _pick(state.alone, state.beside[0] if state.beside else state.x, state.w)
         return self.quantizer.deployed(x, state.codebook)
 
-    def _arrived(self, s: HedgedState, loss: Tensor) -> HedgedState:
+    def _arrived(self, s: HedgedState, info: Info) -> HedgedState:
         """A round's first loss: kept if it is the first of all, and in a mean whose weights halve with every round."""
         first, lately = s.losses[..., :1], s.losses[..., 1:]
-        loss = loss.reshape(first.shape)
+        seen = next(value for value in (info.loss, info.quantized_loss, *info.more.values()) if value is not None)
+        loss = torch.as_tensor(seen).to(first).reshape(first.shape)
         lately = torch.where(first > 0, (lately + loss) / 2, loss)
         first = torch.where(first > 0, first, loss)
         alone = (lately > self.fails * first).to(s.alone)
