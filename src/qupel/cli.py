@@ -75,9 +75,9 @@ Delta = flower.Delta
 DEMO = """
 seeds = [0, 1, 2, 3, 4]
 bits = [2, 3]
-rounds = 20
+rounds = 10
 evaluate_every = 5
-checkpoint_every = 20
+checkpoint_every = 10
 [split]
 train_per_client = 20
 [methods.QuPeL]
