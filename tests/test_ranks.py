@@ -160,7 +160,8 @@ def test_a_diverged_client_is_refused_in_the_words_of_the_local_engine(two, tmp_
 
 def test_if_all_diverge_the_run_fails_in_the_words_of_the_local_engine(two, tmp_path):
     poisoned(tmp_path / "d.npz", bad=range(6))
-    config = configs.parse(CONFIG, "c", [f"data.name={tmp_path / 'd.npz'}", "split.kind=groups", "data.standardize=off"])
+    changes = [f"data.name={tmp_path / 'd.npz'}", "split.kind=groups", "data.standardize=off"]
+    config = configs.parse(CONFIG, "c", changes)
     cell = jobs.Cell("QuPeL", 0)
     job = jobs.build_job(config, cell)
     with Inline(job) as engine, pytest.raises(Failed) as local:
