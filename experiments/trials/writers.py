@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import others
 
+from qupel.core.codebook import plan_bits
+from qupel.core.layout import Layout
 from qupel.data import partition
 from qupel.data.clients import pool
 from qupel.parts.phase import phase_from
-from qupel.run.adapt import adapt_clients, find_origin, plans_for, read_origin
+from qupel.run.adapt import adapt_clients, find_origin, read_origin
 
 SEED, UNSEEN, STEPS = 100, 50, 10
 EPOCH = 4  # steps
@@ -58,7 +60,7 @@ def main():
     for label, bits, tables in tried:
         phases = [origin.job.phases[0], *(phase_from(table, label) for table in tables)]
         now = replace(origin, job=replace(origin.job, phases=phases, stacked=True))
-        plans = plans_for(origin.job.module, [bits] * UNSEEN, None, origin.layers, origin.channels)
+        plans = [plan_bits(Layout.of(origin.job.module), bits, origin.layers, origin.channels)] * UNSEEN
         told = adapt_clients(now, data, partition.by_owner(data), plans, data.owners).told()
         print(f"{label:45} {100 * np.mean(told['test']):.2f}  shared {100 * np.mean(told['global']):.2f}", flush=True)
 
