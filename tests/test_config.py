@@ -423,7 +423,8 @@ def test_recipes_are_made_of_their_parts():
     assert [p.prior for p in preset("qupel")] == [0, 0, 0.5, 0.5]
 
 
-SEAMS = ["qupel", "local", "qupel-prox", "local-prox", "fedavg", "fedavg-finetune", "proxquant", "ptq-kmeans"]
+SEAMS = ["qupel", "local", "qupel-prox", "local-prox", "fedavg", "fedavg-finetune", "ptq-kmeans"]
+SEAMS += ["proxquant", "binaryrelax"]
 
 
 @pytest.mark.parametrize("name", SEAMS)

@@ -134,3 +134,18 @@ def test_the_default_is_local_for_those_who_are_alone():
         assert phase.method.alone_optimizer == match.method.optimizer
         assert phase.method.quantizer == match.method.quantizer
     assert mine[0].method.optimizer == SGD()
+
+
+def test_clients_with_the_same_bits_choose_each_for_itself():
+    """What a phase makes of one model is kept for clients of the same plan; a choice is not a model."""
+    job = make_job(hedged(fails=0.8), bits=(2,))
+    with Inline(job) as engine:
+        shard, w = engine.shard, (engine.shard.initial + 0.5,)
+        for client, alone in ((0, 1.0), (1, 0.0)):
+            state = shard.state(client, 0, w)
+            beside = (state.x + client + 1,)
+            shard.store.put(client, 0, replace(state, alone=torch.full((1,), alone), beside=beside))
+        first, second = (shard.state(client, 1, w) for client in (0, 1))
+        assert (float(first.alone), float(second.alone)) == (1.0, 0.0)
+        torch.testing.assert_close(first.x, w[0] + 1)
+        torch.testing.assert_close(second.x, w[0])
