@@ -294,3 +294,12 @@ def test_a_server_killed_after_paying_pays_no_second_time(tmp_path):
     paid, run = rounds_paid(tmp_path / "run")
     assert paid == dict.fromkeys(range(5), 1)
     assert run["clients"] == {str(i): [5] for i in range(3)}
+
+
+@pytest.mark.parametrize("text", [central(), bench.config()])
+def test_what_rounding_left_is_not_added_to_a_clipped_move(tmp_path, text):
+    pytest.importorskip("dp_accounting")
+    post = Direct(bench.clients(tmp_path))
+    conduct(bench.request(tmp_path / "run", text, upload="int8"), post)
+    left = [client.job.generations.upto(4, []) for client in post.clients]
+    assert all((residual is None) == ("[privacy]" in text) for residual in left)

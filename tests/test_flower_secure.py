@@ -15,10 +15,10 @@ from qupel.engine.rounds import Failed, Stopped
 from qupel.flower import audit, boundary, chain, peers
 from qupel.flower.masking import OPENED
 from qupel.flower.replay import replay
-from qupel.flower.secure import only_adds
 from qupel.flower.server import as_bytes, conduct, open_fleet
 from qupel.parts.base import vector
 from qupel.parts.servers import servers
+from qupel.parts.servers.base import sums
 from qupel.run.config import parse
 from qupel.run.experiment import run_experiment
 from qupel.run.sections import SecureConfig
@@ -267,7 +267,7 @@ def test_a_private_client_takes_part(tmp_path):
 
 
 def test_servers_that_need_more_than_a_sum_are_refused(tmp_path):
-    able = {name for name in servers if only_adds(servers[name]())}
+    able = {name for name in servers if sums(servers[name]())}
     assert {"mean", "fedavgm", "fedadam"} <= able
     assert not {"median", "trimmed", "normbound"} & able
     text = f'{LIGHT}server = "median"\n'

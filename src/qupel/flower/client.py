@@ -47,6 +47,7 @@ from qupel.flower.task import PROTOCOL, ClientConfig, Task, Wanted
 from qupel.flower.wire import encode, noise_deviation, privatize, without_shares
 from qupel.parts.base import Deployed, Rows, Upload, vector
 from qupel.parts.methods.base import sends
+from qupel.parts.servers import covering
 from qupel.run.adapt import Origin, adapt_clients, layout_hash
 from qupel.run.config import Config, DataConfig, MethodConfig, ModelConfig, SplitConfig, TaskConfig, explain
 from qupel.run.jobs import Cell, assemble, build_model, build_plans, data_of, describe, split_clients
@@ -279,10 +280,13 @@ class ClientJob(LateJob):
         if done.upload is not None:
             rng = generator(self.task.seed, "upload", self.client, asked.round)
             upload = self._private(done.upload, w)
+            clipped = covering(self.job.phases[self.job.locate(asked.round)[0]].server) is not None
+            before = None if clipped else residual  # what rounding left would lengthen a move that is clipped
             if self.task.secure:
-                payload, residual = encoded(codec_of(self.task.secure), upload, w, residual, rng)
+                payload, residual = encoded(codec_of(self.task.secure), upload, w, before, rng)
             else:
-                payload, residual = encode(self.task.upload, upload, w, residual, rng)
+                payload, residual = encode(self.task.upload, upload, w, before, rng)
+            residual = None if clipped else residual
         kept, _ = boundary.told("train", self.own.privacy is not None, reply)
         self.generations.keep(asked, kept, payload, residual, undone)
         return reply, payload

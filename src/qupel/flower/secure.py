@@ -16,7 +16,7 @@ from qupel.flower.wire import encode, without_shares
 from qupel.parts.base import Rows, Upload
 from qupel.parts.codecs.fixed import Fixed, Integers
 from qupel.parts.phase import Phase
-from qupel.parts.servers.base import Server, Sum, servers
+from qupel.parts.servers.base import servers, sums
 from qupel.run.sections import SecureConfig
 from qupel.util.errors import UserError
 
@@ -67,11 +67,6 @@ def mean_of(codec: Fixed, total: Integers, clients: int, w: Rows) -> Upload:
     return Upload(means, None if whole else torch.from_numpy((shares / clients).astype(np.float32)))
 
 
-def only_adds(server: Server) -> bool:
-    """Whether a server needs no more than the sum of the uploads."""
-    return isinstance(server.add(None, Upload((torch.zeros(1),)), 1.0), Sum)
-
-
 def check_secure(phases: Sequence[Phase], weighted: bool, upload: str) -> None:
     """Raises where a job needs more of the uploads than their sum."""
     if upload != "fp32":
@@ -79,6 +74,6 @@ def check_secure(phases: Sequence[Phase], weighted: bool, upload: str) -> None:
     if weighted:
         raise UserError("weighted = true: with secure every client counts once; weights could single one out")
     for phase in phases:
-        if not only_adds(phase.server):
+        if not sums(phase.server):
             name = servers.name_of(phase.server)
             raise UserError(f"server {name!r} looks at uploads one by one, and with secure there is only their sum")
