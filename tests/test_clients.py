@@ -18,6 +18,7 @@ from qupel.data.samples import Pool as Pooled
 from qupel.data.sources import identity
 from qupel.deploy.file import load
 from qupel.deploy.predict import Model, accuracy
+from qupel.deploy.timing import Stretch
 from qupel.engine.workers import Pool
 from qupel.run import api
 from qupel.tasks.losses import losses, with_weights
@@ -285,7 +286,7 @@ def test_files_reproduce_the_reported_score(how, tmp_path):
             with torch.inference_mode():
                 return net(torch.from_numpy(x)).numpy()
 
-        model = Model(about, "packed", 0, run, lambda: (0, 0))
+        model = Model(about, "packed", 0, run, lambda: (0, 0), lambda batch, seconds: Stretch(0.0, None))
         _, _, c, d = shifted()[i]
         assert accuracy(model, torch.from_numpy(c), torch.from_numpy(d)) == pytest.approx(found.test[i])
         assert about.extra["standardize"] == how

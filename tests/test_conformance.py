@@ -19,7 +19,7 @@ from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Stopped, run
 from qupel.engine.shard import Shard
-from qupel.engine.store import DiskStore, MemoryStore, restore, snapshot
+from qupel.engine.store import DiskStore, MemoryStore
 from qupel.engine.workers import Pool, Workers
 from qupel.parts.base import Deployed
 from qupel.parts.codecs import codecs
@@ -193,8 +193,10 @@ def test_a_state_survives_store_and_checkpoint(tmp_path, method, quantizer):
     stores = [MemoryStore(shard.forms), DiskStore(shard.forms, tmp_path), MemoryStore(shard.forms)]
     for store in stores[:2]:
         store.put(1, 1, state)
-    snapshot(stores[1], tmp_path, "shard-0")
-    restore(tmp_path, [1], stores[2], shard.forms)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    stores[1].save(folder, "shard-0")
+    stores[2].load(folder, [1])
     for store in stores:
         phase, found = store.get(1, w[0])
         assert phase == 1

@@ -83,7 +83,7 @@ def checkpoint(folder: Path, age: int = 0) -> Path:
 
 
 DONE, GOING = "cells/QuPeL-s0", "cells/Twin-s0"
-IN_CHECKPOINT = ("meta.json", "w.bin", "shard-0.bin", "shard-0.json")
+IN_CHECKPOINT = ("meta.json", "w.bin", "states", "shard-0.json")
 IN_RUN = ("config.json", "identity.json", f"{DONE}/result.json", f"{DONE}/metrics.jsonl", f"{DONE}/engine.json",
           f"{DONE}/models/client-001.safetensors", f"{GOING}/engine.json")  # fmt: skip
 
@@ -96,7 +96,8 @@ def test_a_damaged_checkpoint_is_not_believed_and_the_one_before_it_is_used(
 ):
     folder = tmp_path / "r"
     shutil.copytree(stopped, folder)
-    damage(checkpoint(folder) / name)
+    newest = checkpoint(folder)
+    damage(max((newest.parent / "states").iterdir()) if name == "states" else newest / name)
     before = checkpoint(folder, 1).name
     said = resume(folder, expected, capsys)
     assert said.startswith("same; warning: ")

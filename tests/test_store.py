@@ -10,7 +10,8 @@ from torch import nn
 from qupel.core.codebook import Codebook
 from qupel.core.layout import Layout
 from qupel.engine.checkpoint import Checkpoints, Since
-from qupel.engine.store import DiskStore, Forms, MemoryStore, restore, snapshot, write_rows
+from qupel.engine.rows import Forms
+from qupel.engine.store import DiskStore, MemoryStore
 from qupel.parts.base import State
 from qupel.util.errors import UserError
 from tiny import make_job, mlp, recipe, run_inline, same, timeless
@@ -97,10 +98,10 @@ def test_snapshots_of_several_shards_are_read_by_any_other_sharding(make_store, 
         store = make_store()
         for i in range(shard, 7, 3):
             store.put(i, 1, states[i])
-        snapshot(store, folder, f"shard-{shard}")
+        store.save(folder, f"shard-{shard}")
     for mine in ([0, 1], [2, 3, 4, 5, 6]):
         store = MemoryStore(FORMS) if reader == "memory" else DiskStore(FORMS, tmp_path)
-        restore(folder, mine, store, FORMS)
+        store.load(folder, mine)
         for i in range(7):
             if i in mine:
                 assert_equal(store.get(i, W), 1, states[i])
@@ -120,7 +121,7 @@ def test_disk_and_memory_give_the_same_run(tmp_path):
 
 
 def nothing(folder):
-    write_rows([], folder, "shard-0")
+    MemoryStore(FORMS).save(folder, "shard-0")
 
 
 def test_a_checkpoint_is_complete_or_absent(tmp_path):

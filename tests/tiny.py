@@ -1,6 +1,7 @@
 """Federations small enough for a test: Gaussian blobs and an MLP with one quantized layer."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from qupel.data.partition import Part
 from qupel.data.sources import from_arrays
 from qupel.engine.inline import Inline
 from qupel.engine.job import Job
+from qupel.engine.states import States
+from qupel.engine.store import Store
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
@@ -123,6 +126,19 @@ def recipe(warmup: int = 2, main: int = 4, tuning: int = 2) -> list[Phase]:
 
 def local(rounds: int = 3, **settings) -> list[Phase]:
     return [Phase(Local(quantizer=QUANTIZER, **settings), rounds)]
+
+
+def rows_of(store: Store) -> dict[int, bytes]:
+    """By client, the bytes of every row of a store."""
+    clients = sorted(store.changed | store.saved.places.keys())
+    return {client: store.row(client)[1].numpy().tobytes() for client in clients}
+
+
+def saved_rows(folder: Path) -> dict[int, bytes]:
+    """The same of a checkpoint."""
+    states = States()
+    states.load(folder)
+    return {client: states.read(client)[1].numpy().tobytes() for client in sorted(states.places)}
 
 
 def final_models(job: Job, engine, w: Tensor) -> list[Tensor]:

@@ -94,6 +94,8 @@ def pool(clients: Sequence[Any] | Mapping[str, Any], name: str = "arrays", class
     everyone = people(clients)
     names = tuple(one.name for one in everyone)
     weighted = any(one.weights is not None for one in everyone)
+    if (both := _at_once(everyone, classes)) is not None:
+        return from_samples(*both, classes=classes, name=name, owners=names)
     train, test = [], []
     for who, one in zip(names, everyone, strict=True):
         train.append(
@@ -112,6 +114,35 @@ def pool(clients: Sequence[Any] | Mapping[str, Any], name: str = "arrays", class
     nobody = [(-1, train[0].take(np.array([0])))]  # a test set cannot be empty; this row belongs to no client
     both = _joined(list(enumerate(train))), _joined(owned or nobody)
     return from_samples(*both, classes=classes, name=name, owners=names)
+
+
+def _at_once(everyone: Sequence[Client], classes: int | None) -> tuple[Samples, Samples] | None:
+    """(train, test) where all clients have plain arrays of one kind: looked at together, which a hundred thousand need.
+    None: they are not, or something is wrong, and one by one shows whose it is."""
+    if any(one.weights is not None or one.test_weights is not None or one.test is None for one in everyone):
+        return None
+    made = []
+    for inputs, targets in (
+        ([one.train for one in everyone], [one.train_targets for one in everyone]),
+        ([one.test for one in everyone], [one.test_targets for one in everyone]),
+    ):
+        if not all(map(_is_one_kind, (inputs, targets))) or list(map(len, inputs)) != list(map(len, targets)):
+            return None
+        try:
+            samples = _samples("", np.concatenate(inputs), np.concatenate(targets), None, None, classes, False)
+        except UserError:
+            return None
+        counts = torch.tensor(list(map(len, inputs)))
+        assert isinstance(samples, Arrays)
+        made.append(replace(samples, groups=torch.arange(len(counts)).repeat_interleave(counts)))
+    return (made[0], made[1]) if made[0].kinds == made[1].kinds else None
+
+
+def _is_one_kind(arrays: Sequence[Any]) -> bool:
+    """Whether these are arrays in memory that differ in their number of rows only, none empty."""
+    if any(type(array) is not np.ndarray or not array.size for array in arrays):
+        return False
+    return len({(array.dtype, array.shape[1:]) for array in arrays}) == 1
 
 
 def _samples(

@@ -4,7 +4,8 @@ checkpoints/round-000040/   meta.json   rounds done, the job's fingerprint, what
                                         the guard knows; checksums of the other files and of the log so far
                             w.bin       the server's model, its rows one after the other, float32
                             server.bin  the server's own memory, likewise
-                            shard-*.bin, shard-*.json   the clients' states (`store`)
+                            shard-*.json    where the clients' states are (`states`)
+checkpoints/states/         the clients' states, of all checkpoints
 metrics.jsonl               one line per evaluated round
 
 The newest few are kept: where one is damaged, the run goes on from the one before it, to the same end.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from qupel.core.layout import Layout
-from qupel.engine.store import read_rows
+from qupel.engine import states
 from qupel.parts.base import Rows
 from qupel.parts.servers import ServerState
 from qupel.util.errors import UserError, warn
@@ -43,7 +44,6 @@ from qupel.util.files import (
 
 KEEP = 3
 META = "meta.json"
-MODELS = ("w.bin", "server.bin")
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,12 @@ class Checkpoints:
             meta["server"] = [list(t.shape) for t in memory]
             meta["log"] = [self.logged, self.digest.hexdigest()]
             meta["sizes"] = {name: (folder / name).stat().st_size for name in names}
-            # rows have their own checksums, in the listings
-            meta["files"] = checksums(folder, [n for n in names if n in MODELS or n.endswith(".json")])
+            meta["files"] = checksums(folder, names)
             write_sealed(folder / META, meta)
-        for other in {*self.folder.iterdir()} - {final, *self._all(every)[: self.keep]}:
+        kept = {final, *self._all(every)[: self.keep]}
+        for other in {*self.folder.iterdir()} - {*kept, self.folder / states.FOLDER}:
             _remove(other)
+        states.sweep(self.folder, kept)
 
     def _all(self, every: int = 1) -> list[Path]:
         """Newest first."""
@@ -156,8 +157,7 @@ class Checkpoints:
             if len(w) == 0 or len(w) % layout.size:
                 raise UserError(f"{folder} holds a model of {len(w)} parameters, this one has {layout.size}")
             memory = _tensors(folder / "server.bin", meta["server"])
-            for _ in read_rows(folder):
-                pass
+            states.check(folder, [other for other in self._all() if other.name < folder.name])
         except OSError as e:
             raise Damaged(f"{e.filename or folder} cannot be read: {e.strerror}") from None
         logged, digest = meta["log"]

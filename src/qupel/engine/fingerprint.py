@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from qupel.core.codebook import Plan
+from qupel.data.partition import Part
 from qupel.data.samples import Items
 from qupel.data.stored import Stored
 from qupel.engine.job import Job
@@ -58,6 +60,12 @@ class _Describe:
             return self(value.tolist()) if value.dtype.hasobject else _numbers(value)
         if isinstance(value, Mapping):
             return {"table": [[self(k), self(v)] for k, v in value.items()]}
+        if isinstance(value, list | tuple) and value and all(type(v) is Part for v in value):
+            return {"parts": self._parts(value)}
+        if isinstance(value, list | tuple) and value and all(type(v) is Plan for v in value):
+            kinds: dict[Any, int] = {}  # a federation has few plans, however many clients
+            each = [kinds.setdefault(plan.key, len(kinds)) for plan in value]
+            return {"plans": self(list(kinds)), "of": each}
         if isinstance(value, list | tuple | range):
             return [self(v) for v in value]
         if isinstance(value, set | frozenset):
@@ -71,6 +79,14 @@ class _Describe:
         if isinstance(value, functools.partial):
             return {"partial": self([value.func, value.args, value.keywords])}
         return self._object(value)
+
+    def _parts(self, parts: Sequence[Part]) -> Any:
+        """Field by field of all clients: rows one after the other, and how many each has."""
+        found: list[Any] = [[part.test_from_train for part in parts]]
+        for name in ("train_rows", "test_rows", "validation_rows"):
+            rows = [getattr(part, name) for part in parts]
+            found += [_numbers(np.concatenate(rows)), _numbers(np.array([len(each) for each in rows]))]
+        return found
 
     def _code(self, value: Any) -> Any:
         if isinstance(value, ModuleType):

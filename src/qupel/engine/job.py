@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -20,7 +21,7 @@ from qupel.data.partition import Part
 from qupel.data.scale import scale_of, unit_of
 from qupel.data.sources import Dataset, kind_in_words
 from qupel.engine.accounting import Budget
-from qupel.parts.base import State
+from qupel.parts.base import Rows, State, as_rows
 from qupel.parts.methods import Method
 from qupel.parts.methods.base import row_per_network
 from qupel.parts.phase import Phase
@@ -115,6 +116,11 @@ class Job:
         if self.judge_by not in {"", "accuracy", "loss", *self.metrics}:
             known = ", ".join(("accuracy", "loss", *self.metrics))
             raise UserError(f"judge_by = {self.judge_by!r} is none of the metrics; allowed: {known}")
+        averaged = [row_per_network(phase.method) for phase in self.phases]
+        if averaged != sorted(averaged, reverse=True):
+            raise UserError(
+                "phases: means of networks are there from the first phase on; a later one cannot begin them"
+            )
         for i, part in enumerate(self.parts):
             if len(part.train_rows) == 0:
                 raise UserError(f"{self.name(i)} has no training data")
@@ -155,28 +161,27 @@ class Job:
         return self.network[client] if self.network else ""
 
     def rows_of(self, phase: int) -> int:
-        """How many rows the server has in the rounds of a phase."""
-        places = self.places(phase)
-        if places:
-            return max(place.stop for place in places.values())
-        return len(self.phases[phase].method.broadcast(torch.zeros(2)))
-
-    def places(self, phase: int) -> dict[str, slice]:
-        """By network, its own rows among the server's, where the method has means of networks: x (d_i,) as rows of w's
-        size, the last one filled up with zeros."""
-        method = self.phases[phase].method
-        if not row_per_network(method):
-            return {}
-        at, found = len(method.broadcast(torch.zeros(2))), {}
-        for name, size in self._sizes.items():
-            found[name] = slice(at, at + -(-size // self._sizes[""]))
-            at = found[name].stop
-        return found
+        """How many rows the server has in the rounds of a phase: the method's, then means of networks."""
+        return len(self.phases[phase].method.broadcast(torch.zeros(2))) + len(self.first_means)
 
     @cached_property
-    def _sizes(self) -> dict[str, int]:
-        """Parameters of each network."""
-        return {name: Layout.of(module).size for name, module in self.modules.items()}
+    def first_means(self) -> Rows:
+        """Means of networks, where the first phase has them, as they begin: the models that their clients start from,
+        each as rows of w's size. The shared network's mean is w. They stay with the server to the end."""
+        return tuple(row for rows in self._first_models.values() for row in rows)
+
+    @cached_property
+    def places(self) -> dict[str, slice]:
+        """By network, its own rows among the means."""
+        ends = dict(zip(self._first_models, accumulate(map(len, self._first_models.values())), strict=True))
+        return {name: slice(ends[name] - len(rows), ends[name]) for name, rows in self._first_models.items()}
+
+    @cached_property
+    def _first_models(self) -> dict[str, Rows]:
+        if not row_per_network(self.phases[0].method):
+            return {}
+        size = Layout.of(self.module).size
+        return {name: as_rows(Layout.of(net).flatten(net), size) for name, net in self.networks.items()}
 
     def name(self, client: int) -> str:
         """Of a client; of a number below 0: that of all together (`shard.SUM`)."""

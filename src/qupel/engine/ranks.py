@@ -23,9 +23,10 @@ from qupel.engine.faults import raise_told, told
 from qupel.engine.fingerprint import of_job
 from qupel.engine.group import NOTHING, Group, Lost, Message
 from qupel.engine.job import Job
+from qupel.engine.rows import Shape, flatten, one_row, unflatten
 from qupel.engine.shard import Judged, Trained
 from qupel.engine.stack import open_shard
-from qupel.engine.store import Shape, flatten, one_row, read_rows, unflatten, write_rows
+from qupel.engine.states import States
 from qupel.engine.workers import ROOM
 from qupel.parts.base import Deployed, Rows, State, Upload, vector
 from qupel.tasks.judge import Score
@@ -44,11 +45,11 @@ class Ranks:
         self, group: Group, job: Job, description: Description, store: str = "memory", scratch: Path | None = None
     ) -> None:
         self.group, self.job = group, job
+        self.saved = States()  # of the other ranks' clients
         self.shard = open_shard(job, self._clients(0), store, scratch)
         folder = str(scratch) if scratch else None
         order = {"do": "job", "job": description, "digest": of_job(job), "store": store, "scratch": folder}
-        for _ in self._answers(self._order(dict.fromkeys(group.peers, order))):
-            pass
+        self._everyone(order)
 
     def __enter__(self) -> Ranks:
         self.before = torch.get_num_threads()
@@ -109,31 +110,34 @@ class Ranks:
         return Deployed(model.x, model.codebook)
 
     def save(self, folder: Path) -> None:
-        write_rows(self._records(), folder, "shard-0")
+        self.shard.save(folder, "shard-0")
+        self.saved.save(folder, "shard-others", self._changed())
+        self._everyone({"do": "saved"})
 
-    def _records(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:
-        """One client's record at a time, so that rank 0 never holds them all."""
-        for client in range(len(self.job.parts)):
-            if self._owner(client) == 0:
-                found = self.shard.store.get(client, self.shard.initial)
-                if found:
-                    yield client, *flatten(found[1], found[0])
-            else:
-                asked = self._order({self._owner(client): {"do": "record", "client": client}})
-                for what, row in self._answers(asked):
-                    yield client, Shape.read(what), [row]
+    def _changed(self) -> Iterator[tuple[int, Shape, Iterable[Tensor]]]:
+        """Records that the other ranks have and no checkpoint has, one at a time: rank 0 never holds them all."""
+        for rank in self.group.peers:
+            for what, _ in [*self._answers(self._order({rank: {"do": "changed"}}))]:
+                for client in what["clients"]:
+                    for shape, row in self._answers(self._order({rank: {"do": "record", "client": client}})):
+                        yield client, Shape.read(shape), [row]
 
     def load(self, folder: Path | None) -> None:
         self.shard.load(folder)
-        for _ in self._answers(self._order({rank: {"do": "clear"} for rank in self.group.peers})):
-            pass
-        if folder is None:
-            return
-        others = [i for i in range(len(self.job.parts)) if self._owner(i) != 0]
-        for client, shape, row in read_rows(folder, others):
+        self._everyone({"do": "clear"})
+        self.saved.load(folder, (i for i in range(len(self.job.parts)) if self._owner(i) != 0))
+        for client in self.saved.places:
+            found = self.saved.read(client)
+            assert found is not None
+            shape, row = found
             asked = self._order({self._owner(client): {"do": "put", "client": client, **shape.table()}}, row)
             for _ in self._answers(asked):
                 pass
+        self._everyone({"do": "saved"})
+
+    def _everyone(self, order: dict[str, Any]) -> None:
+        for _ in self._answers(self._order(dict.fromkeys(self.group.peers, order))):
+            pass
 
     # --- orders and answers ---
 
@@ -245,6 +249,10 @@ class _Desk:
             found = self.shard.store.get(order["client"], self.shard.initial)
             if found:
                 yield _record(found[1], found[0])
+        elif do == "changed":
+            yield {"clients": sorted(self.shard.store.changed)}, NOTHING
+        elif do == "saved":  # rank 0 knows where
+            self.shard.store.changed.clear()
         elif do == "clear":
             self.shard.load(None)
         elif do == "put":

@@ -127,7 +127,7 @@ def run(
     for round in range(start, job.rounds):
         phase, within = job.locate(round)
         if within == 0:
-            model = enter(job.phases[phase], model.w, job.rows_of(phase))
+            model = enter(job.phases[phase], model.w, job.first_means)
         model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints, ledger)
         drawn.update(job.cohort(round))
         if back:
@@ -182,13 +182,12 @@ class Shared:
         return Shared(tuple(row.to(device) for row in self.w), tuple(t.to(device) for t in self.memory))
 
 
-def enter(phase: Phase, w: Rows, count: int = 0) -> Shared:
-    """The server at the first round of a phase, with the model of the one before it. count: its rows, where it has more
-    than the method's: means of networks, of which the phase before may have left some."""
-    rows = phase.method.broadcast(w[0])
-    if count > len(rows):
-        blank = [torch.zeros_like(w[0]) for _ in range(count - len(rows))]
-        rows = (*rows, *(w[len(rows) :] if len(w) == count else blank))
+def enter(phase: Phase, w: Rows, first_means: Rows = ()) -> Shared:
+    """The server at the first round of a phase, with the model of the one before it. first_means: what means of
+    networks begin with; they are the last of w's rows once there are any."""
+    count = len(first_means)
+    means = w[len(w) - count :] if len(w) > count else first_means
+    rows = (*phase.method.broadcast(w[0]), *(row.to(w[0].device) for row in means))
     return Shared(rows, phase.server.start(rows[: models_of(phase.method, len(rows))]))
 
 
@@ -229,7 +228,7 @@ def guarded_round(
         back_to = Shared(good.w, good.memory).to(model.w[0].device)
     else:  # of another phase, or none: the server begins this one again
         first = good.w if good else (layout.flatten(job.module),)
-        back_to = enter(job.phases[phase], first, job.rows_of(phase)).to(model.w[0].device)
+        back_to = enter(job.phases[phase], first, job.first_means).to(model.w[0].device)
     guard.known.returned = good.rounds if good else 0
     until = guard.send_to_rest(suspects)
     where = f"as after round {good.rounds}" if good else "as at the start"
@@ -264,7 +263,7 @@ def one_round(
     done: list[Trained] = []
     moved: list[tuple[float, float]] = []  # share and |upload - w|^2
     size, so_far, beside = 0, None, None
-    apart = bool(job.places(job.locate(round)[0]))  # means of networks: a client sends its own network's rows
+    apart = bool(job.first_means)  # means of networks: a client sends its own network's rows
     for d in map(guard.screen, engine.train(round, sent, guard.present(job.cohort(round)))):
         done.append(replace(d, upload=None))
         if d.upload is None:

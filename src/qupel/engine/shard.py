@@ -24,11 +24,12 @@ from qupel.data.samples import Samples
 from qupel.engine.door import refuse_tokens
 from qupel.engine.job import Job
 from qupel.engine.ledger import noise_at, private_part
-from qupel.engine.store import DiskStore, Forms, MemoryStore, Store, restore, snapshot
+from qupel.engine.rows import Forms
+from qupel.engine.store import DiskStore, MemoryStore, Store
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
-from qupel.parts.base import Deployed, Info, Rows, State, Upload
-from qupel.parts.methods.base import adapted, keeps_state, models_of, state_of
+from qupel.parts.base import Deployed, Info, Rows, State, Upload, as_rows
+from qupel.parts.methods.base import adapted, keeps_state, models_of, row_per_network, state_of
 from qupel.parts.prior import NO_PRIOR, Prior, output_bias, shift
 from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
 from qupel.tasks.task import Batch, Diverged, ModuleTask, Problem, Task, Value
@@ -118,39 +119,45 @@ class Shard:
         name = job.network_of(client)
         newcomer = State(self.start_of(name) if name else w[0], w[0])  # the server's newest model is where it starts
         at, state = found if found else (-1, newcomer)
+        shared = len(job.phases[phase].method.broadcast(w[0]))
         for k in range(max(at, 0), phase + 1):
             method, prior = job.phases[k].method, self.prior(client, k)
             if k != at:
                 before = self.prior(client, k - 1) if k else NO_PRIOR
                 state = self._start(k, prior.entered(before, state), client)
-            rows = w if k == phase else method.broadcast(w[0])
-            rows = self._its_rows(client, k, rows)
-            state = method.receive(state, prior.seen(rows, models_of(method, len(rows))))
+            rows = w[:shared] if k == phase else method.broadcast(w[0])
+            models, apart = models_of(method, len(rows)), row_per_network(method)
+            rows = (*rows, *self._mean(client, w[0], w[shared:])) if apart else rows
+            state = method.receive(state, prior.seen(rows, models, apart))
         return state
 
-    def _its_rows(self, client: int, phase: int, rows: Rows) -> Rows:
-        """Of the server's rows those that concern a client: of means of networks its own network's (d_i,)."""
-        places, name = self.job.places(phase), self.job.network_of(client)
-        if not places:
-            return rows
-        own, first = places[name], min(place.start for place in places.values())
-        mean = torch.cat(rows[own])[: self.forms.layout(client).size] if len(rows) >= own.stop else None
-        return rows[:first] if mean is None else (*rows[:first], mean)
+    def _mean(self, client: int, w: Tensor, means: Rows) -> Rows:
+        """The mean of a client's network (d_i,): w, of the shared one's; none, where the server has none."""
+        name = self.job.network_of(client)
+        if not name:
+            return (w,)
+        return (torch.cat(means[self.job.places[name]])[: self.forms.layout(client).size],) if means else ()
 
     def sent(self, client: int, phase: int, upload: Upload | None, w: Rows) -> Upload | None:
         """What leaves a client, as rows of the server's: without what its prior added, and with x, where it goes with
         its network's mean, in the place of that. Rows that are not its own have a share of 0."""
-        method, places = self.job.phases[phase].method, self.job.places(phase)
-        upload = self.prior(client, phase).sent(upload, models_of(method, len(w)))
-        if upload is None or not places:
-            return upload
-        own, first = places[self.job.network_of(client)], len(upload.rows) - 1
-        x = upload.rows[-1]
-        room = (own.stop - own.start) * len(w[0])
-        packed = torch.cat([x, x.new_zeros(room - len(x))]).split(len(w[0]))
-        shares = x.new_zeros(len(w))
-        shares[:first] = shares[own] = 1
-        return Upload((*upload.rows[:first], *w[first : own.start], *packed, *w[own.stop :]), shares)
+        method, name = self.job.phases[phase].method, self.job.network_of(client)
+        apart = row_per_network(method)
+        upload = self.prior(client, phase).sent(upload, models_of(method, len(w)), apart)
+        if upload is None:
+            return None
+        count = len(upload.rows) - apart
+        rows, shares, means = upload.rows[:count], upload.shares, list(w[count:])
+        if not means:
+            return Upload(rows, shares)
+        counts = torch.cat(
+            (rows[0].new_ones(count) if shares is None else shares[:count], rows[0].new_zeros(len(means)))
+        )
+        if apart and name:
+            place = self.job.places[name]
+            means[place] = as_rows(upload.rows[-1], len(w[0]))
+            counts[count + place.start : count + place.stop] = 1
+        return Upload((*rows, *means), counts)
 
     def prior(self, client: int, phase: int) -> Prior:
         """How a client sees shared models in a phase."""
@@ -306,14 +313,12 @@ class Shard:
                 refuse_tokens(self.job, client, self._network(self.job.network_of(client)), batch.inputs)
             raise
 
-    def save(self, folder: Path, name: str) -> None:
-        snapshot(self.store, folder, name)
+    def save(self, folder: Path, name: str, alone: bool = False) -> None:
+        self.store.save(folder, name, alone)
 
     def load(self, folder: Path | None) -> None:
         """Take the states of a folder in place of those that are here; None: those of the start."""
-        self.store.clear()
-        if folder is not None:
-            restore(folder, self.mine, self.store, self.forms)
+        self.store.load(folder, self.mine)
 
 
 def screen(upload: Upload | None, w: Rows) -> str | None:
