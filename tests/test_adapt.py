@@ -35,7 +35,8 @@ from qupel.parts.quantizers.ste import StraightThrough
 from qupel.run import adapt as adapting
 from qupel.run import config as configs
 from qupel.run import experiment, jobs
-from qupel.run.recipes import Length, Settings, compose, recipes
+from qupel.run.recipes import compose, recipes
+from qupel.run.settings import Length, Settings
 from qupel.util.errors import UserError
 from qupel.util.files import read_json
 from tiny import CLASSES, INPUTS, make_job, mlp

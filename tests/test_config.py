@@ -23,7 +23,8 @@ from qupel.parts.servers.fedavgm import FedAvgM
 from qupel.parts.servers.mean import Mean
 from qupel.run import config as configs
 from qupel.run import experiment
-from qupel.run.recipes import Length, Settings, find, recipes
+from qupel.run.recipes import find, recipes
+from qupel.run.settings import Length, Settings
 from qupel.util.errors import UserError
 
 BASE = '[methods.QuPeL]\nrecipe = "qupel"\n'

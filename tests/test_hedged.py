@@ -16,7 +16,8 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.ste import StraightThrough
-from qupel.run.recipes import Length, Settings, find, stages
+from qupel.run.recipes import find
+from qupel.run.settings import Length, Settings, stages
 from qupel.util.errors import UserError
 from tiny import make_job
 

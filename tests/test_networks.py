@@ -224,7 +224,9 @@ def test_mistakes_are_told(change, words):
 def test_three_machines_with_three_networks_have_the_local_engines_bits(tmp_path):
     """The server knows w's network alone; killed clients are there again from what is on their disks."""
     text = (
-        bench.config(3).split("[methods")[0] + "[methods.QuPeL]\n" + 'recipe = "quped"\nwarmup = 0.4\nfinetune = 0.2\n'
+        bench.config(3).split("[methods")[0]
+        + "[methods.QuPeL]\n"
+        + 'recipe = "quped"\nshare = "nothing"\nfinetune = 0.2\n'
     )
     networks = ["mlp", "digits_cnn", {"name": "mlp", "args": {"hidden": [20, 12]}}]
     shown = ['"mlp"', '"digits_cnn"', '{name = "mlp", args = {hidden = [20, 12]}}']

@@ -18,7 +18,7 @@ from qupel.cli import app
 from qupel.engine import group as groups
 from qupel.run import config as configs
 from qupel.run.experiment import run_experiment
-from tiny import timeless
+from tiny import saved_rows, timeless
 
 OWN = Path(__file__).parents[1] / "experiments" / "emg_own"
 CLASSES = 7
@@ -116,7 +116,7 @@ def test_six_people_on_flower_end_with_these_bits(project, tmp_path):
     assert [{**line, **same} for line in told] == [{**line, **same} for line in lines]
     for i in range(6):
         state = federation.client(i) / "state" / job
-        assert (state / f"round-{config.rounds - 1:06}" / "rows.bin").read_bytes() == rows[i]
+        assert list(saved_rows(state / f"round-{config.rounds - 1:06}").values()) == [rows[i]]
         export(state / "model.safetensors", tmp_path / f"{i}", "--model", "my_nets:HarNet")
         (tmp_path / f"{i}" / "model.onnx").rename(tmp_path / f"client-{i:03}.onnx")
     reproduces(tmp_path, told[-1])

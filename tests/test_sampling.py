@@ -18,7 +18,8 @@ from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.prox import Prox
-from qupel.run.recipes import Length, Settings, find
+from qupel.run.recipes import find
+from qupel.run.settings import Length, Settings
 from tiny import beginning, make_job, run_inline, same
 
 QUPEL = QuPeL(eta1=Schedule(0.1, cosine=12), quantizer=Prox(eta2=Schedule(0.0), lam=Travel(1.0)))

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from qupel.data.clients import Client
     from qupel.run.api import adapt, fit, load
     from qupel.run.fit import Fit
-    from qupel.run.recipes import Settings
+    from qupel.run.settings import Settings
     from qupel.util.errors import UserError
 
 __version__ = "0.2.0"

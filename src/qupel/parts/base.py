@@ -77,6 +77,12 @@ class Info:
     more: Mapping[str, Value] = field(default_factory=dict)
 
 
+def as_rows(x: Tensor, size: int) -> Rows:
+    """A vector as rows of a size, the last one filled up with zeros."""
+    room = -len(x) % size
+    return torch.cat([x, x.new_zeros(room)]).split(size)
+
+
 @dataclass(frozen=True)
 class Upload:
     """What leaves a client: rows, and a share for each (none: 1), by which the server's mean is weighted."""

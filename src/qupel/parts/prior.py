@@ -30,16 +30,17 @@ class Prior:
     x: Slot | None = None
     w: Slot | None = None
 
-    def seen(self, rows: Rows, models: int) -> Rows:
-        """Shared models, the first of the rows, as this client sees them."""
-        return tuple(self._moved(row, self.w, 1.0) if k < models else row for k, row in enumerate(rows))
+    def seen(self, rows: Rows, models: int, apart: bool = False) -> Rows:
+        """Shared models, the first of the rows, as this client sees them. apart: after w there may be one of x's
+        network."""
+        slots = [self.x if apart and k else self.w if k < models else None for k in range(len(rows))]
+        return tuple(self._moved(row, slot, 1.0) for row, slot in zip(rows, slots, strict=True))
 
-    def sent(self, upload: Upload | None, models: int) -> Upload | None:
+    def sent(self, upload: Upload | None, models: int, apart: bool = False) -> Upload | None:
         """An upload without what `seen` added."""
         if upload is None or self.shift is None:
             return upload
-        rows = (self._moved(row, self.w, -1.0) if k < models else row for k, row in enumerate(upload.rows))
-        return replace(upload, rows=tuple(rows))
+        return replace(upload, rows=replace(self, shift=-self.shift).seen(upload.rows, models, apart))
 
     def entered(self, before: Prior, state: State) -> State:
         """The state of a client that saw models by another prior before, or by none."""

@@ -104,7 +104,8 @@ class Origin:
             diagnostics=None,
             stacked=False,
         )
-        return cls(left.to(torch.device("cpu")), tuple(row.cpu() for row in w), label, **names)
+        rows = w[: len(w) - len(job.first_means)]  # who has which network is not kept, nor are their means
+        return cls(left.to(torch.device("cpu")), tuple(row.cpu() for row in rows), label, **names)
 
     def rows(self, phase: int) -> Rows:
         """What the server sends in a phase: its last rows, or what the method makes of the model in them."""

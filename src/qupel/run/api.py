@@ -35,7 +35,8 @@ from qupel.run.fit import Fit, adapted_fit, collect, described, leave, open_out
 from qupel.run.folder import own_folder, result_of
 from qupel.run.jobs import Cell, is_dense, loss_for, usual_loss
 from qupel.run.networks import named_networks, plans_by_network
-from qupel.run.recipes import Length, Settings, compose, find, recipes
+from qupel.run.recipes import compose, find, recipes
+from qupel.run.settings import Length, Settings
 from qupel.tasks.losses import losses
 from qupel.tasks.metrics import Metric, chosen
 from qupel.tasks.task import Loss

@@ -27,7 +27,7 @@ from pydantic import (
 
 from qupel.deploy.budget import parse_size
 from qupel.parts.phase import Phase, phase_from
-from qupel.run.recipes import Length, Settings, compose, find, recipes
+from qupel.run.recipes import compose, find, recipes
 from qupel.run.sections import (
     DataConfig,
     ModelConfig,
@@ -40,6 +40,7 @@ from qupel.run.sections import (
     check_model,
     check_networks,
 )
+from qupel.run.settings import Length, Settings
 from qupel.util.errors import UserError
 
 _BRANCHES = {"constrained-int", "str", "NetworkConfig"}  # what pydantic adds to a path for the choices of a union

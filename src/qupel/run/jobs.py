@@ -36,8 +36,9 @@ from qupel.parts.servers import servers
 from qupel.run.config import Config, MethodConfig
 from qupel.run.networks import build_networks, model_name, network_names, network_of, networks_of
 from qupel.run.privacy import with_privacy
-from qupel.run.recipes import Length, compose, find
+from qupel.run.recipes import compose, find
 from qupel.run.sections import NetworkConfig
+from qupel.run.settings import Length
 from qupel.tasks import zoo
 from qupel.tasks.losses import losses, with_weights
 from qupel.tasks.task import Loss

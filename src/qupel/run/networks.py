@@ -122,7 +122,8 @@ def _plans_for(
     module's own layers."""
     layout = Layout.of(module)
     if budgets is None:
-        return [plan_bits(layout, b, layers, channels) for b in bits]
+        made = {repr(b): plan_bits(layout, b, layers, channels) for b in {repr(b): b for b in bits}.values()}
+        return [made[repr(b)] for b in bits]
     planner = Planner(module, layers=layers, channels=channels)
     found = {size: planner.fit(size).bits for size in dict.fromkeys(budgets)}
     return [plan_bits(layout, found[size], channels=channels) for size in budgets]

@@ -15,7 +15,7 @@ What a class may say of its method beside these, with the default in brackets:
     any_network  whether x may be of another network than w                                    [False]
     row_per_network
                  whether x is averaged, too, over the clients of its network: its uploads end
-                 with x, and what it receives with the mean (zeros: there is none yet)         [False]
+                 with x, and what it receives with the mean; of w's own network that is w      [False]
     labels_only  whether outputs must be logits of classes                                     [False]
     models       how many of the rows are models, the first ones; the server averages others   [all]
     tie(time)    lambda_p, the pull between x and w, for diagnostics                           [0]

@@ -30,14 +30,13 @@ class QuPeD(OneRow):
     data, too: (1 - lambda_p) f(w) + lambda_p KD(w, x), with x the teacher (Shen et al., Federated Mutual Learning).
     eta3: none: that of x. temperature, on: of KD (`tasks.distill.kd`).
     share: with `architecture` clients of one network also average within it: x <- x + pull (mean of its network - x) at
-    the start of a round; pull = 1 is FedAvg there.
+    the start of a round; pull = 1 is FedAvg there. The mean of the shared network is w.
     fresh: w sees what the new x and c say, as the listing has it, at two forward passes more; else what they said in
     this step's own passes.
     """
 
     any_network: ClassVar[bool] = True
     labels_only: ClassVar[bool] = True
-    models: ClassVar[int] = 1  # beside w, means of networks
 
     eta1: Schedule = Schedule(0.1)
     eta3: Schedule | None = None
@@ -71,8 +70,7 @@ class QuPeD(OneRow):
         shared, *mean = w
         if not mean or not self.row_per_network:
             return replace(state, w=shared)
-        known = mean[0].any(-1, keepdim=True)  # zeros: there is no mean yet
-        return replace(state, w=shared, x=torch.where(known, torch.lerp(state.x, mean[0], self.pull), state.x))
+        return replace(state, w=shared, x=torch.lerp(state.x, mean[0], self.pull))
 
     def step(self, s: State, problem: Problem, batch: Batch, clock: Clock) -> tuple[State, Info]:
         lambda_p, eta3 = self.lambda_p(clock.time), (self.eta3 or self.eta1)(clock.time)
