@@ -1,12 +1,15 @@
 """What secure aggregation costs a round, with the post in this process: CPU seconds and bytes a client, and the server.
 
     python benchmarks/secure.py [--clients 20 100 1000] [--numbers 100000] [--bits 16] [--neighbours 100] [--drop 0.05]
+                                [--out FILE.json]
 
 One thread; keys as on Flower (ECDSA, P-384). Clients are timed one by one, as if each had its own machine; `drop` of
 them mask nothing after they have shared. The sum is compared with the plain one. 1,000 clients take some ten minutes.
+--out docs/results/secure.json puts it beside what `experiments/secure.py` has measured.
 """
 
 import argparse
+import json
 import math
 import os
 import secrets
@@ -14,7 +17,8 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from cryptography.exceptions import InvalidSignature
@@ -23,9 +27,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from scipy.stats import hypergeom
 
 from qupel.flower.secagg import Party, Rules, Sums, pack, width_of
+from qupel.util.files import write_json
 
 T = TypeVar("T")
 SHA = ec.ECDSA(hashes.SHA384())
+DROPS = (0.05, 0.1, 0.15, 0.2, 0.3)
 
 
 class Clock:
@@ -44,7 +50,7 @@ class Clock:
         return statistics.median(self.spent[name].values())
 
 
-def measure(count: int, numbers: int, bits: int, neighbours: int, drop: float) -> str:
+def measure(count: int, numbers: int, bits: int, neighbours: int, drop: float) -> dict[str, Any]:
     keys = [ec.generate_private_key(ec.SECP384R1()) for _ in range(count)]
     public = [key.public_key() for key in keys]
 
@@ -85,12 +91,16 @@ def measure(count: int, numbers: int, bits: int, neighbours: int, drop: float) -
     total = clock.time("server", 0, lambda: server.finish(opened))
     assert np.array_equal(total, vectors[sorted(server.masked)].sum(0))
     size = 4 * numbers
-    cells = [
-        f"{count:,}", f"{min(count - 1, neighbours)}", f"{len(gone)}", f"{clock.median('client'):.2f}",
-        f"{clock.spent['server'][0]:.1f}", f"{statistics.median(sent.values()) / size:.2f}",
-        f"{statistics.median(got.values()) / size:.2f}",
-    ]  # fmt: skip
-    return "| " + " | ".join(cells) + " |"
+    return {
+        "clients": count,
+        "neighbours": min(count - 1, neighbours),
+        "drop": len(gone),
+        "client_seconds": clock.median("client"),
+        "server_seconds": clock.spent["server"][0],
+        "sent": statistics.median(sent.values()) / size,
+        "got": statistics.median(got.values()) / size,
+        "lost": [lost(count, neighbours, share) for share in DROPS],
+    }
 
 
 def lost(count: int, neighbours: int, drop: float, threshold: float = 2 / 3) -> float:
@@ -107,17 +117,17 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=16, choices=[16, 32])
     parser.add_argument("--neighbours", type=int, default=100)
     parser.add_argument("--drop", type=float, default=0.05)
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     print(f"{given.numbers:,} numbers of {given.bits} bits, load {os.getloadavg()[0]:.1f}; bytes against fp32's")
-    print("| clients | neighbours | drop out | s a client | s server | bytes a client sends | bytes it gets |")
-    print("|---|---|---|---|---|---|---|")
+    rows = []
     for count in given.clients:
-        print(measure(count, given.numbers, given.bits, given.neighbours, given.drop), flush=True)
-    print("\nchance that a round is given up, at most, if so many drop out at random:")
-    drops = (0.05, 0.1, 0.15, 0.2, 0.3)
-    print("| clients | " + " | ".join(f"{drop:.0%}" for drop in drops) + " |\n|---" + "|---" * len(drops) + "|")
-    for count in given.clients:
-        print(f"| {count:,} | " + " | ".join(f"{lost(count, given.neighbours, d):.1g}" for d in drops) + " |")
+        rows.append(measure(count, given.numbers, given.bits, given.neighbours, given.drop))
+        print(json.dumps(rows[-1]), flush=True)
+    if given.out:
+        found = json.loads(given.out.read_text()) if given.out.exists() else {}
+        found["post"] = {"numbers": given.numbers, "bits": given.bits, "drops": DROPS, "rows": rows}
+        write_json(given.out, found)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 import flower_bench as bench
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
@@ -19,6 +17,7 @@ from qupel.parts.base import vector
 from qupel.run import config as configs
 from qupel.run.experiment import run_experiment
 from qupel.run.jobs import build_job, cells
+from tiny import rows_of
 
 
 def qupel(*arguments, check=True, **options):
@@ -91,5 +90,5 @@ def local(text, folder):
     job = build_job(config, cells(config)[0])
     with Inline(job) as engine:
         w = vector(run(job, engine).w)
-        rows = [torch.cat(list(tensors)).numpy().tobytes() for _, _, tensors in engine.shard.store.rows()]
+        rows = list(rows_of(engine.shard.store).values())
     return w, files, rows, result["lines"]

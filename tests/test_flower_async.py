@@ -3,7 +3,6 @@
 import json
 import math
 import threading
-import time
 
 import pytest
 import torch
@@ -221,58 +220,3 @@ def test_an_evaluation_that_nobody_answers_is_a_gap(tmp_path):
     assert gap["clients"]["test"] == []
     assert len(last["clients"]["test"]) == 3
     assert "no client told how its model scores" in notes
-
-
-@pytest.mark.slow
-def test_one_client_ten_times_slower_costs_half_the_time_or_less(tmp_path):
-    """Seconds that clients sleep in place of a slow machine: until the same accuracy, asynchronous rounds take at most
-    half of what synchronous ones without a deadline do."""
-    nap = 0.3
-
-    def asleep(post):
-        real = post.ask
-
-        def ask(header, body, clients, seconds):
-            if header["kind"] != "train":
-                yield from real(header, body, clients, seconds)
-                return
-            asked, found = list(clients), []
-
-            def one(client):
-                time.sleep(nap * (10 if client == 2 else 1))
-                found.append(client)
-
-            threads = [threading.Thread(target=one, args=(c,)) for c in asked]
-            for t in threads:
-                t.start()
-            while asked:
-                ready = [c for c in found if c in asked]
-                for c in ready:
-                    asked.remove(c)
-                    yield Reply(c, *post.clients[c].answer(header, body))
-                time.sleep(0.01)
-
-        post.ask = ask
-        return post
-
-    class Reached(Exception):
-        pass
-
-    def seconds(name, goal, **terms):
-        began, best = time.monotonic(), []
-
-        def watch(progress):
-            best.append(progress.line["test"] if progress.line and "test" in progress.line else 0)
-            if best[-1] >= goal:
-                raise Reached
-
-        folder = tmp_path / name
-        post = asleep(Direct(bench.clients(folder)))
-        text = config(60, 1).replace("eta1 = 0.1", "eta1 = 0.3")
-        with pytest.raises(Reached):
-            conduct(bench.request(folder / "run", text, deadline=60.0, **terms), post, watch=watch)
-        return time.monotonic() - began
-
-    sync, late = seconds("sync", 0.6), seconds("async", 0.6, buffer=2)
-    print(f"synchronous {sync:.1f} s, asynchronous {late:.1f} s")
-    assert late <= sync / 2

@@ -72,7 +72,7 @@ def account(kind, private, header, body, size):
 
 def secrets_of(folder, clients=(0, 2)):
     """Texts and bytes that no message may hold: the centers of the clients' models, and where all of it lies."""
-    texts = [SECRET.encode(), str(folder).encode(), b"rows.bin", b"digits"]
+    texts = [SECRET.encode(), str(folder).encode(), b"-state.bin", b"digits"]
     for i in clients:
         packed = load(folder / f"state-{i}" / "job-1" / "model.safetensors")
         assert packed.layers

@@ -24,7 +24,7 @@ from qupel.run import config as configs
 from qupel.run.experiment import run_experiment
 from qupel.run.jobs import build_job, cells
 from qupel.util.errors import UserError
-from tiny import beginning, same
+from tiny import beginning, rows_of, same, saved_rows
 
 
 @pytest.fixture(autouse=True)
@@ -346,7 +346,7 @@ def rolled(tmp_path_factory):
     job = replace(build_job(parsed, cells(parsed)[0]), checkpoint_every=1)
     with PoisonedInline(job) as engine:
         finished = run(job, engine, checkpoints=Checkpoints(tmp_path_factory.mktemp("rolled"), "f"))
-        states = [torch.cat(list(tensors)).numpy().tobytes() for _, _, tensors in engine.shard.store.rows()]
+        states = list(rows_of(engine.shard.store).values())
     (back,) = (b for line in finished.lines for b in line.get("rolled_back", []))
     assert (back["round"], back["suspects"]) == (POISONED + 2, [POISONER])
     return text, finished.w, states, finished.lines, back
@@ -354,7 +354,7 @@ def rolled(tmp_path_factory):
 
 def newest(folder, client):
     rounds = sorted((folder / f"state-{client}" / "job-1").glob("round-*"))
-    return (rounds[-1] / "rows.bin").read_bytes()
+    return next(iter(saved_rows(rounds[-1]).values()))
 
 
 @pytest.mark.parametrize("moment", ["undisturbed", "asking", "going back", "after it"])
@@ -394,7 +394,7 @@ def test_clients_go_back_with_the_server(tmp_path, rolled, moment):
     undone = [p.name for p in (tmp_path / "state-2" / "job-1").glob("round-*") if int(p.name[-6:]) >= back["to"]]
     assert undone  # it is there, and does not count
     shard = post.clients[2].job.shard
-    assert torch.cat(list(next(iter(shard.store.rows()))[2])).numpy().tobytes() == states[2]
+    assert list(rows_of(shard.store).values()) == [states[2]]
 
 
 def test_private_clients_go_back_too(tmp_path, rolled):

@@ -142,6 +142,38 @@ def test_a_client_that_goes_in_a_round_and_comes_back(tmp_path, kind):
     assert again[-1].share == 5
 
 
+@pytest.mark.parametrize("kind", ["train", "share", "mask", "open"])
+def test_a_client_that_is_ill_three_times_is_left_alone(tmp_path, kind):
+    """At whatever stage it fails: named, not asked for five rounds, also by a server that is stopped meanwhile, then
+    asked again, and well. Who fails when the sum is opened is in it all the same."""
+    post, rounds = federation(tmp_path), []
+    sick = lambda client, header: (client, header["kind"]) == (2, kind) and header["round"] < 3  # noqa: E731
+    post.twist = lambda client, header, reply: [] if sick(client, header) else [reply]
+    folder = request(tmp_path / "run", text=LIGHT.replace("rounds = 5", "rounds = 10"), audit=True)
+    with pytest.raises(Stopped):
+        conduct(folder, post, watch=lambda p: rounds.append(p.round), should_stop=lambda: len(rounds) == 5)
+    conduct(folder, post)
+    assert [r for asked, r, client in post.asked if (asked, client) == ("train", 2)] == [0, 1, 2, 8, 9]
+    refused = [text for line in told(folder) for text in line["refused"]]
+    assert len(refused) == 3
+    assert all(text.startswith(f"client 2: no answer before the deadline ({kind})") for text in refused)
+    assert refused[2].endswith("3 times in a row: left alone until round 9")
+    logged = [line.entry for line in chain.read(folder / "audit.jsonl")]
+    sums = [c["share"] for entry in logged for c in entry.get("clients", []) if c["client"] == -1]
+    assert sums == [5 if kind == "open" else 4] * 3 + [4] * 5 + [5] * 2
+
+
+@pytest.mark.parametrize("kind", ["mask", "open"])
+def test_who_is_needed_for_a_sum_is_asked_however_ill(tmp_path, kind):
+    """Two of five fail for ever: four are needed, or four must open. Rounds are given up, and nobody is left alone."""
+    post = federation(tmp_path)
+    post.twist = lambda client, header, reply: [] if client < 2 and header["kind"] == kind else [reply]
+    with pytest.raises(Failed, match="6 rounds in a row were given up"):
+        conduct(request(tmp_path / "run", minimum=4, text=LIGHT.replace("rounds = 5", "rounds = 9")), post)
+    asked = {(r, client) for kind, r, client in post.asked if kind == "train"}
+    assert asked == {(r, client) for r in range(6) for client in range(5)}
+
+
 def test_the_mean_is_that_of_the_clients_integers(tmp_path):
     """What the loop gets is the mean of what the clients have on their own disks."""
     post = federation(tmp_path)

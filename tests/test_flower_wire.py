@@ -21,7 +21,8 @@ from qupel.parts.codecs import codecs
 from qupel.parts.methods import methods
 from qupel.parts.phase import Phase
 from qupel.parts.servers import servers
-from qupel.run.recipes import Length, Settings, find, recipes
+from qupel.run.recipes import find, recipes
+from qupel.run.settings import Length, Settings
 from qupel.util.errors import UserError
 from tiny import beginning, same
 

@@ -255,12 +255,11 @@ def test_client_configs_are_what_the_config_says(made):
 
 
 def test_start_scripts_start_what_they_say(made, tmp_path):
-    """With a stand-in for Flower's programs that shows how it was called, from wherever the folder was copied to."""
+    """With a stand-in for Python that shows how it was called, from wherever the folder was copied to."""
     programs = tmp_path / "venv" / "bin"
     programs.mkdir(parents=True)
-    for name in ("flower-superlink", "python"):
-        (programs / name).write_text('#!/bin/sh\nprintf "%s\\n" "$0" "$@" "$FLWR_HOME" "$FLWR_TELEMETRY_ENABLED"\n')
-        (programs / name).chmod(0o755)
+    (programs / "python").write_text('#!/bin/sh\nprintf "%s\\n" "$0" "$@" "$FLWR_HOME" "$FLWR_TELEMETRY_ENABLED"\n')
+    (programs / "python").chmod(0o755)
     moved = tmp_path / "another place"
     shutil.copytree(made.client(1), moved)
     environment = {"PATH": os.environ["PATH"], "QUPEL_VENV": str(programs.parent)}
@@ -274,6 +273,22 @@ def test_start_scripts_start_what_they_say(made, tmp_path):
     ).stdout.splitlines()
     assert done[1:-2] == made.superlink(18443)[1:]
     assert "--enable-supernode-auth" in done
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Flower is made of
+def test_the_superlink_waits_for_its_database(tmp_path, monkeypatch):
+    """Every connection of Flower's own stores: a client whose question meets a locked database must not lose it."""
+    sql = pytest.importorskip("flwr.supercore.sql_mixin")
+    from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+
+    from qupel.flower.superlink import PATIENCE, wait_for_database
+
+    monkeypatch.setattr(sql, "SQLITE_PRAGMAS", sql.SQLITE_PRAGMAS)  # put back afterwards
+    wait_for_database()
+    store = SqlObjectStore(str(tmp_path / "state.db"))
+    store.initialize()
+    ((found,),) = [tuple(row.values()) for row in store.query("PRAGMA busy_timeout")]
+    assert found == int(PATIENCE) >= 60_000
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
@@ -308,3 +323,32 @@ def test_mistakes_of_init(made, tmp_path):
             _init(tmp_path / "new", 1, address, None, "/opt/qupel")
     with pytest.raises(UserError, match="holds no federation"):
         Federation.open(tmp_path)
+
+
+def test_a_superlink_that_is_too_busy_to_answer_is_not_gone(tmp_path, monkeypatch):
+    """A run is followed to its end over questions that time out; where nobody takes connections, or for too long, it is
+    given up."""
+    httpx = pytest.importorskip("httpx")
+    from qupel.engine.rounds import Failed
+    from qupel.flower import drive
+
+    monkeypatch.setattr(drive, "STATUS_SECONDS", 0.0)
+    asked = []
+
+    class Busy:
+        error = httpx.ReadTimeout("busy")
+
+        def status(self, number):
+            asked.append(number)
+            if len(asked) == 3:
+                (tmp_path / "end.json").write_text('{"run": 7, "state": "done"}')
+            raise self.error
+
+    assert set(drive._follow(tmp_path, 0, Busy(), 7)) <= {None}
+    assert asked == [7] * 3
+    (tmp_path / "end.json").unlink()
+    asked.append(0)
+    for Busy.error, patience in ((httpx.ConnectError("nobody"), 300.0), (httpx.ReadTimeout("busy"), 0.0)):
+        monkeypatch.setattr(drive, "SILENT_SECONDS", patience)
+        with pytest.raises(Failed, match="the SuperLink is gone"):
+            list(drive._follow(tmp_path, 0, Busy(), 7))

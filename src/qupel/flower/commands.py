@@ -257,8 +257,8 @@ def run(
     from qupel.run import config as configs
     from qupel.run.jobs import build_phases, one_cell
     from qupel.run.privacy import counted
-    from qupel.run.recipes import Length
     from qupel.run.sections import SecureConfig
+    from qupel.run.settings import Length
 
     federation = Federation.open(folder)
     _warn(federation)

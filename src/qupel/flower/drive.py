@@ -14,6 +14,7 @@ from qupel.flower.folder import Federation, bundle
 from qupel.util.terminal import stop_requests
 
 STATUS_SECONDS = 3.0  # between two questions to the SuperLink whether the run still lives
+SILENT_SECONDS = 300.0  # so long a SuperLink that takes connections and is too busy to answer is waited for
 
 
 def drive(
@@ -62,6 +63,7 @@ def _follow(target: Path, at: int, control: Control, number: int) -> Iterator[di
     import httpx
 
     path, asked = target / "progress.jsonl", time.monotonic()
+    answered = asked
     while True:
         ended = ending(target, number)
         if path.exists():
@@ -77,7 +79,10 @@ def _follow(target: Path, at: int, control: Control, number: int) -> Iterator[di
             asked = time.monotonic()
             try:
                 status = control.status(number)
+                answered = time.monotonic()
             except httpx.HTTPError as e:
+                if isinstance(e, httpx.ReadTimeout) and time.monotonic() - answered < SILENT_SECONDS:
+                    continue
                 raise Failed(f"the SuperLink is gone ({e}); go on with --resume --name {target.name}") from None
             if status.startswith("finished") and not ending(target, number):
                 raise Failed(f"the server's process ended ({status}); go on with --resume --name {target.name}")

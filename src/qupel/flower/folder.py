@@ -73,7 +73,7 @@ class Federation:
         """The command that starts the server's side. Its interfaces share one port: a proxy lets only the fleet in."""
         here = self.server
         return [
-            "flower-superlink",
+            "python", "-m", "qupel.flower.superlink",
             "--host", host,
             "--port", str(port),
             "--ssl-ca-certfile", str(here / "ca.crt"),

@@ -1,6 +1,6 @@
 """A client's states on its own disk, keyed by job and round: a round that is asked for twice counts once.
 
-STATE/<job>/round-000004/   rows.bin, rows.json       the state after round 4 (`engine.store`)
+STATE/<job>/round-000004/   *-state.bin, state.json   the state after round 4 (`engine.states`)
                             residual.bin              what the codec's rounding left for the next upload
                             answer.json, upload.bin   what was answered: given again when the round is asked for again
 STATE/<job>/round-000003/   the generation before it
@@ -125,7 +125,7 @@ class Generations:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         before = max(self.rounds(), default=-1)
         with new_folder(self._path(asked.round)) as folder:
-            self.shard.save(folder, "rows")
+            self.shard.save(folder, "state", alone=True)
             if residual is not None:
                 write_atomic(folder / "residual.bin", residual.numpy().tobytes())
             write_atomic(folder / "upload.bin", body)

@@ -13,6 +13,7 @@ from qupel.engine.shard import Trained
 MOST = 3  # failures in a row
 REST = 5  # rounds, the first time
 ABSENT = "not connected"  # who is not asked cannot fail
+LONELY = "too few of its neighbours are left"  # in a secure sum: the others' failure
 
 
 class Health:
@@ -38,10 +39,12 @@ class Health:
 
     def seen(self, round: int, done: Iterable[Trained]) -> Iterator[Trained]:
         """The same, where a client becomes ill with a word about it."""
+        done = list(done)  # of a secure sum a client may have two: it is in the sum, and failed when that was opened
+        failed = {d.client for d in done if d.fault is not None}
         for d in done:
-            if d.fault is None:
+            if d.client not in failed:
                 self.ill.pop(d.client, None)
-            elif d.fault != ABSENT and d.client >= 0:
+            elif d.fault not in (None, ABSENT, LONELY) and d.client >= 0:
                 times = self.ill[d.client] = self.ill.get(d.client, 0) + 1
                 if times >= MOST:
                     self.back[d.client] = round + 1 + REST * 2 ** min(times - MOST, 10)

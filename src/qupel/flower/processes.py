@@ -57,7 +57,7 @@ def reap() -> None:
     """Take away the bodies of children that have ended: one that stays keeps its own children waiting."""
     for key, child in list(_CHILDREN.items()):
         if child.poll() is not None:
-            del _CHILDREN[key]
+            _CHILDREN.pop(key, None)  # another thread may have been faster
 
 
 def started(pid: int) -> str | None:

@@ -14,6 +14,7 @@ from qupel.engine.rounds import Failed
 from qupel.engine.shard import SUM, Trained, screen
 from qupel.flower import boundary
 from qupel.flower.boundary import printable
+from qupel.flower.health import ABSENT, LONELY
 from qupel.flower.post import Bodies, hear, wait_for
 from qupel.flower.secure import codec_of, mean_of, rules_of
 from qupel.parts.base import Rows, vector
@@ -42,7 +43,7 @@ class Summing:
         least = max(LEAST, min(fleet.terms.minimum, len(clients)))
         for attempt in range(TRIES):
             asked = wait_for(fleet.post, clients, least, fleet.terms.patience)
-            done = {client: Trained(client, None, fault="not connected") for client in clients}
+            done = {client: Trained(client, None, fault=ABSENT) for client in clients}
             session = f"{fleet.task.job}/{round}/{fleet.attempt}.{attempt}"
             one = OneSum(fleet, round, session, done, least, self.secure.neighbours)
             try:
@@ -56,22 +57,26 @@ class Summing:
             self.lost = 0
             if fleet.log:
                 fleet.log.payloads[SUM] = total.astype("<i8").tobytes()
-            share = float(len(one.sums.masked))
-            return iter([*done.values(), Trained(SUM, upload, wire=max(one.sent.values()), share=share)])
+            summed = Trained(SUM, upload, wire=max(one.sent.values()), share=float(len(one.sums.masked)))
+            return iter([*one.closed, *done.values(), summed])
         self.lost += 1
         if self.lost > MOST_LOST:
             raise Failed(f"round {round + 1}: {self.lost} rounds in a row were given up ({why})")
         given_up = Trained(SUM, None, fault=f"round {round + 1} is given up, w stays: {why}")
-        return iter([*done.values(), given_up, Trained(SUM, None)])  # the last: the run goes on, whoever was refused
+        return iter(
+            [*one.closed, *done.values(), given_up, Trained(SUM, None)]
+        )  # the last: the run goes on, whoever was refused
 
 
 class OneSum:
-    """One attempt at a round. done: what becomes of each client; sent: bytes that it sent."""
+    """One attempt at a round. done: what becomes of each client; sent: bytes that it sent; closed: who is in the sum
+    and did not help to open it."""
 
     def __init__(self, fleet: Fleet, round: int, session: str, done: Done, least: int, neighbours: int) -> None:
         from qupel.flower.secagg import Sums
 
         self.fleet, self.round, self.session, self.done, self.sent = fleet, round, session, done, dict[int, int]()
+        self.closed: list[Trained] = []
         count = fleet.job.rows_of(fleet.job.locate(round)[0])
         numbers = count * (fleet.size + 1)
         self.sums = Sums(rules_of(fleet.task, session, numbers), least, neighbours)
@@ -100,7 +105,7 @@ class OneSum:
                 self._fault(client, printable(e))
         boxes = self.sums.relay(sealed)
         for client in sealed.keys() - boxes.keys():
-            self._fault(client, "too few of its neighbours are left")
+            self._fault(client, LONELY)
         for client, body, _ in self._stage("mask", packed(boxes), sorted(boxes)):
             try:
                 self.sums.add(client, body)
@@ -112,8 +117,9 @@ class OneSum:
         for client, body, _ in self._stage("open", questions, sorted(questions)):
             try:
                 opened[client] = unpack(body)
-            except ValueError:
-                continue
+            except ValueError as e:
+                self._fault(client, printable(e))
+        self.closed = [self.done[i] for i in questions if self.done[i].fault]
         self.done.update(here)  # who has masked is in the sum, whatever became of it since
         return self.sums.finish(opened)
 

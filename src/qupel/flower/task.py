@@ -34,8 +34,8 @@ from qupel.run.config import (
 )
 from qupel.run.jobs import Cell, build_phases
 from qupel.run.networks import model_name
-from qupel.run.recipes import Length
 from qupel.run.sections import NetworkConfig, SecureConfig
+from qupel.run.settings import Length
 from qupel.tasks.losses import losses
 from qupel.tasks.metrics import chosen, metrics
 from qupel.util.errors import UserError
@@ -94,7 +94,8 @@ def refuse_means_of_networks(config: Config) -> None:
     length = Length(config.rounds, config.local_steps, 1)
     for label, method in config.methods.items():
         if any(row_per_network(phase.method) for phase in build_phases(method, length)):
-            raise UserError(f'methods.{label}: share = "architecture": clients on Flower do not tell their networks')
+            why = "clients on Flower do not tell their networks"
+            raise UserError(f'methods.{label}: share = "architecture": {why}; allowed there: share = "nothing"')
 
 
 def named_modules(config: Config) -> list[str]:

@@ -97,13 +97,35 @@ def add(so_far: Sum | None, upload: Upload, share: float) -> Sum:
 Columns = list[list[Tensor]]  # per row of the model, what clients sent of it
 
 
-def collect(so_far: Columns | None, upload: Upload) -> Columns:
-    """One upload more, kept whole, for servers that look at all of them; a row of share 0 was not sent."""
-    sent = [True] * len(upload.rows) if upload.shares is None else (upload.shares > 0).tolist()
-    columns = [[] for _ in upload.rows] if so_far is None else so_far
-    for column, row, counts in zip(columns, upload.rows, sent, strict=True):
-        column.extend([row.clone()] if counts else [])
-    return columns
+class Together:
+    """The functions of servers that look at all uploads of a round at once: for each row of the model
+
+        w <- meet(w_1, ..., w_n; w)
+
+    Shares do not count, but a row of share 0 was not sent; one that nobody sent stays what it was. All uploads of a
+    round are in memory.
+    """
+
+    def meet(self, uploads: Tensor, w: Tensor) -> Tensor:
+        """The next row (d,), of what clients sent (n, d) and the row as it was (d,)."""
+        raise NotImplementedError
+
+    def start(self, w: Rows) -> ServerState:
+        return ()
+
+    def send(self, w: Rows, state: ServerState) -> Rows:
+        return w
+
+    def add(self, so_far: Columns | None, upload: Upload, share: float) -> Columns:
+        sent = [True] * len(upload.rows) if upload.shares is None else (upload.shares > 0).tolist()
+        columns = [[] for _ in upload.rows] if so_far is None else so_far
+        for column, row, counts in zip(columns, upload.rows, sent, strict=True):
+            column.extend([row.clone()] if counts else [])
+        return columns
+
+    def finish(self, w: Rows, so_far: Columns, state: ServerState) -> tuple[Rows, ServerState]:
+        found = zip(so_far, w, strict=True)
+        return tuple(self.meet(torch.stack(rows), old).to(old.dtype) if rows else old for rows, old in found), state
 
 
 def zeros_like(w: Rows) -> ServerState:
