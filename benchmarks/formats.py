@@ -1,6 +1,7 @@
 """Sizes, loading, latency, exactness and memory of model files. Writes docs/results/formats.md and formats.json.
 
     python benchmarks/formats.py [--quick]
+    python benchmarks/formats.py --again memory|runtimes        only that part; the rest from the JSON
 
 Latencies are medians of runs interleaved with those of the fp32 ONNX model, one thread; memory is measured in a process
 of its own for each way of running, as what is resident beyond the same process before the model is loaded.
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import runtimes
 from qupel.core.codebook import Codebook, plan_bits, start_codebook
 from qupel.core.layout import Layout
 from qupel.deploy import About, empty, export_coreml, export_onnx, keep_packed, load, save
@@ -231,7 +233,21 @@ def memories(folder: Path) -> list[dict[str, Any]]:
 # --- the page ---
 
 
-def page(rows: list[dict[str, Any]], big: list[dict[str, Any]], about: str) -> str:
+def in_runtimes(folder: Path, seconds: float) -> dict[str, Any]:
+    x = np.random.default_rng(0).normal(size=(BATCH, 3, 32, 32)).astype(np.float32)
+    files = []
+    for name, bits in product(("cnn5", "resnet20"), (32, 2, 3)):
+        module = calibrated(name)
+        codebook = deployed(module, bits) if bits < 32 else Codebook()
+        path = folder / f"{name}-{bits}.onnx"
+        if not path.exists():  # in a folder that was given and used before
+            export_onnx(path, module, codebook, about=About(name, (3, 32, 32), 10, LABELS, MEAN, STD, "client-007"))
+        files.append(runtimes.File(name, bits, path, run_torch(module)(x)))
+    return runtimes.measure(files, x, folder, seconds)
+
+
+def page(told: dict[str, Any]) -> str:
+    rows, big, about = told["formats"], told["memory"], told["about"]
     lines = [
         "# Model files: size, speed, exactness, memory",
         "",
@@ -268,6 +284,8 @@ def page(rows: list[dict[str, Any]], big: list[dict[str, Any]], about: str) -> s
         share = r["resident MiB"] / base[r["way"].split()[0], r["malloc"]]
         cells = [r["way"], r["malloc"], f"{r['resident MiB']:.1f}", f"{r['largest']:.1f}", f"{share:.2f}"]
         lines.append("| " + " | ".join([*cells, f"{r['peak MiB']:.1f}", f"{r['ms']:.1f}"]) + " |")
+    if "runtimes" in told:
+        lines += ["", *runtimes.page(told["runtimes"])]
     return "\n".join(lines) + "\n"
 
 
@@ -280,9 +298,9 @@ def cpu() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--quick", action="store_true", help="few repeats, nothing written")
-    parser.add_argument("--again", choices=["memory"], help="measure only memory again; take the rest from the JSON")
+    parser.add_argument("--again", choices=["memory", "runtimes"], help="measure only that; the rest from the JSON")
     parser.add_argument("--memory", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="for files and fetched runtimes (default: a temporary one)")
     given = parser.parse_args()
     if given.memory:
         print(json.dumps(memory(given.memory, given.folder)))
@@ -290,25 +308,33 @@ def main() -> None:
     torch.set_num_threads(1)
     repeats = 15 if given.quick else 200
     began = time.strftime("%Y-%m-%d")
+    told = json.loads((RESULTS / "formats.json").read_text()) if given.again else {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if given.again:
-            rows = json.loads((RESULTS / "formats.json").read_text())["formats"]
-        else:
-            rows = [r for m in ("cnn5", "resnet20") for bits in (1, 2, 3) for r in measure(m, bits, folder, repeats)]
-        big = memories(folder)
+        folder = given.folder or Path(name)
+        if not given.again:
+            names = ("cnn5", "resnet20")
+            told["formats"] = [r for m in names for bits in (1, 2, 3) for r in measure(m, bits, folder, repeats)]
+        if given.again != "runtimes":
+            told["memory"] = memories(folder)
+        if given.again != "memory":
+            told["runtimes"] = in_runtimes(folder, 4.0 if given.quick else 80.0)
     if given.quick:
+        print(page(told | {"about": ""}))
         return
     import onnxruntime
 
     load_average = f"{os.getloadavg()[0]:.1f}"
-    about = (
+    where = (
         f"{began}, {cpu()} (shared; load {load_average} at the end), torch {torch.__version__}, "
-        f"ONNX Runtime {onnxruntime.__version__}, {repeats} runs of each, networks of one seed."
+        f"ONNX Runtime {onnxruntime.__version__}"
     )
+    if given.again != "runtimes":
+        told["about"] = f"{where}, {repeats} runs of each, networks of one seed."
+    if given.again != "memory":
+        told["runtimes"]["about"] = f"{where}."
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / "formats.md").write_text(page(rows, big, about))
-    (RESULTS / "formats.json").write_text(json.dumps({"about": about, "formats": rows, "memory": big}, indent=1) + "\n")
+    (RESULTS / "formats.md").write_text(page(told))
+    (RESULTS / "formats.json").write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

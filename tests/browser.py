@@ -76,15 +76,15 @@ class Browser:
     def cdp(self, command: str, **parameters):
         return self._post("/goog/cdp/execute", {"cmd": command, "params": parameters})
 
-    def open(self, path: Path, width: int = 1100, height: int = 800, dark: bool = False) -> None:
-        """Show a file in a window of this size, in the light or the dark theme."""
+    def open(self, page: Path | str, width: int = 1100, height: int = 800, dark: bool = False) -> None:
+        """Show a file or an address in a window of this size, in the light or the dark theme."""
         self.cdp("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.cdp("Emulation.setEmulatedMedia", features=[theme])
         self._post("/url", {"url": "about:blank"})
         for kind in ("performance", "browser"):
             self.logs(kind)  # forget those of the page before
-        self._post("/url", {"url": path.resolve().as_uri()})
+        self._post("/url", {"url": page if isinstance(page, str) else page.resolve().as_uri()})
         # figures are drawn when their size is known, with the first frame
         self.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 

@@ -11,7 +11,7 @@ from PIL import Image
 
 from qupel.core.codebook import Codebook
 from qupel.data import sources
-from qupel.deploy import About, FormatError, load, open_model, save
+from qupel.deploy import About, FormatError, energy, load, open_model, save
 from qupel.deploy import inspect as look
 from qupel.deploy.file import write_file
 from qupel.deploy.onnx import export_onnx
@@ -19,6 +19,7 @@ from qupel.deploy.predict import accuracy, read_inputs
 from qupel.tasks import zoo as models
 from qupel.util.errors import UserError
 from test_deploy_file import deployed, resnet
+from test_timing import zone
 
 with warnings.catch_warnings():  # typer imports names that its dependency click has deprecated
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -127,6 +128,21 @@ def test_accuracy_agrees_in_every_format(exported):
             assert accuracy(model, test.inputs, test.targets) == right
         assert f"{100 * right:.2f} % of 445 test samples of digits" in call("eval", exported / file)
     assert f"{100 * right:.2f} %" in call("eval", exported / "client-001.onnx", "--data", "digits", "--keep-packed")
+
+
+def test_eval_tells_how_sure_its_latencies_are_and_energy_where_there_is_a_counter(exported, tmp_path, monkeypatch):
+    monkeypatch.setattr(energy, "ZONES", tmp_path)
+    number = r"([\d.e+-]+)"
+    shape = rf"{number} (ms|mJ) \({number} to {number}\)"
+    for file in ("client-001.safetensors", "client-001.onnx"):
+        said = call("eval", exported / file, "--limit", 10)
+        found = re.findall(shape, re.sub(r"[\s│]+", " ", said))
+        assert [unit for _, unit, _, _ in found] == ["ms", "ms"]  # no word about energy
+        assert all(0 < float(low) <= float(median) <= float(high) for median, _, low, high in found)
+    zone(tmp_path, "intel-rapl:0", "package-0", 5)
+    said = call("eval", exported / "client-001.safetensors", "--limit", 10)
+    found = re.findall(shape, re.sub(r"[\s│]+", " ", said))
+    assert found[2:] == [("0", "mJ", "0", "0")] * 2
 
 
 def test_eval_refusals(exported, tmp_path):

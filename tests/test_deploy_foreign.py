@@ -12,7 +12,6 @@ from qupel.deploy import About, FormatError, open_model
 from qupel.deploy import inspect as look
 from qupel.deploy.graphs import OPERATORS
 from qupel.deploy.onnx import export_onnx
-from qupel.deploy.predict import latency
 from qupel.deploy.sandbox import Limits, Sandbox
 from qupel.deploy.sessions import about_of
 from qupel.tasks import zoo as models
@@ -202,7 +201,7 @@ def test_honest_files_give_what_they_give_in_this_process(tmp_path):
         assert confined.about == trusted.about
         x = np.random.default_rng(0).normal(size=(150, *shape)).astype(np.float32)
         np.testing.assert_allclose(confined.run(x), trusted.run(x), atol=1e-5)
-        assert latency(confined, 4, 0.01) > 0
+        assert confined.timed(4, 0.01).seconds > 0
         before, most = confined.memory()
         assert 1 << 20 < before <= most
         a, b = look.read(path), look.read(path, trust=True)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from qupel.deploy.about import About
     from qupel.deploy.own import Allowed
     from qupel.deploy.packed import Packed
+    from qupel.deploy.timing import Middle
 
 ModelFile = Annotated[Path, typer.Argument(help="a packed (.safetensors) or ONNX (.onnx) model file")]
 KeepPacked = Annotated[bool, typer.Option("--keep-packed", help="decode weights in every run: less memory, slower")]
@@ -237,11 +238,12 @@ def evaluate_file(
     own: Own = None,
     changed: Changed = False,
 ) -> None:
-    """Accuracy on the test set, latency, size and peak memory of a model file."""
+    """Accuracy on the test set, latency, energy where the machine tells it, size and peak memory of a model file."""
     import torch
 
     from qupel.data import sources
-    from qupel.deploy.predict import accuracy, latency, open_model
+    from qupel.deploy.predict import accuracy, open_model
+    from qupel.deploy.timing import costs
 
     name = data
     if data is not None and Path(data).is_dir():  # as elsewhere: --data FOLDER; the file knows the data set
@@ -263,10 +265,12 @@ def evaluate_file(
         raise UserError(f"{file} takes inputs {model.about.input_shape}; {name} has {judged.shape}")
     right = accuracy(model, inputs, targets)
     before, most = model.memory()
-    one, many = latency(model), latency(model, 64)
+    one, many = costs(model.timed, (1, 64))
     table = Table(show_header=False)
     table.add_row("accuracy", f"{100 * right:.2f} % of {len(inputs):,} test samples of {shown(name)}")
-    table.add_row("latency", f"{1000 * one:.3g} ms for 1 input, {1000 * many:.3g} ms for 64 (medians, one thread)")
+    table.add_row("latency", f"{_each(one.seconds, many.seconds, 'ms')}, one thread")
+    if one.joules and many.joules:
+        table.add_row("energy", f"{_each(one.joules, many.joules, 'mJ')}, of the whole processor")
     table.add_row("size", f"{model.bytes:,} bytes ({kib(model.bytes)}), {model.kind}")
     grown = (most - before) / 2**20
     table.add_row("peak memory", f"{most / 2**20:,.0f} MiB of its process, {grown:,.1f} MiB of it for this model")
@@ -275,4 +279,7 @@ def evaluate_file(
         out.print(f"[dim]the run reported {100 * model.about.extra['test']:.2f} % on this client's own test data[/dim]")
 
 
-# --- plan ---
+def _each(one: Middle, many: Middle, unit: str) -> str:
+    """Of 1 and of 64 inputs, in thousandths."""
+    said = [f"{1e3 * m.median:.3g} {unit} ({1e3 * m.low:.3g} to {1e3 * m.high:.3g})" for m in (one, many)]
+    return f"{said[0]} for 1 input, {said[1]} for 64; medians, 95 % intervals"

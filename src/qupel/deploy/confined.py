@@ -12,7 +12,6 @@ import os
 import resource
 import socket
 import stat
-import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from qupel.deploy import graphs
 from qupel.deploy.header import FormatError
 from qupel.deploy.memory import peak, reset_peak, resident, virtual
 from qupel.deploy.sessions import library, run, session
+from qupel.deploy.timing import stretch
 
 _LARGEST_HEAD = 64 << 20
 Header = dict[str, Any]
@@ -144,17 +144,9 @@ class Server:
         outputs = run(self.session, inputs)
         return {"shape": list(outputs.shape)}, outputs.tobytes()
 
-    def latency(self, task: Header, body: bytearray) -> tuple[Header, bytes]:
-        """Median seconds of a run."""
+    def stretch(self, task: Header, body: bytearray) -> tuple[Header, bytes]:
         inputs = [np.zeros(shape, dtype) for dtype, shape in task["inputs"]]
-        run(self.session, inputs)
-        times: list[float] = []
-        end = time.perf_counter() + task["seconds"]
-        while not times or (len(times) < 5 and time.perf_counter() < end + 2) or time.perf_counter() < end:
-            began = time.perf_counter()
-            run(self.session, inputs)
-            times.append(time.perf_counter() - began)
-        return {"seconds": statistics.median(times)}, b""
+        return stretch(lambda: run(self.session, inputs), task["seconds"])._asdict(), b""
 
     def memory(self, task: Header, body: bytearray) -> tuple[Header, bytes]:
         return {"before": self.before, "peak": peak()}, b""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import csv
 import os
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from qupel.deploy.memory import peak, reset_peak, resident
 from qupel.deploy.own import NOTHING, Allowed
 from qupel.deploy.runtime import keep_packed as stay_packed
 from qupel.deploy.sandbox import Sandbox
+from qupel.deploy.timing import Stretch, stretch
 from qupel.tasks.task import call
 from qupel.util.errors import UserError
 
@@ -37,7 +37,7 @@ class Model:
     run     inputs (n, ...) as the network takes them, already normalized: one array, or several in the order of
             `about.takes` -> outputs (n, classes)
     memory  (bytes of the process that runs it before it was opened, the most since)
-    timed   (batch, seconds) -> median seconds of a run, where that process measures it itself
+    timed   (batch, seconds) -> what runs on zeros cost, measured in that process
     """
 
     about: About
@@ -45,7 +45,7 @@ class Model:
     bytes: int
     run: Callable[..., np.ndarray]
     memory: Callable[[], tuple[int, int]]
-    timed: Callable[[int, float], float] | None = None
+    timed: Callable[[int, float], Stretch]
 
     def transform(self) -> Transform:
         """From inputs as they are stored to what the model takes."""
@@ -81,7 +81,7 @@ def open_model(
             return _confined(path, size, keep_packed, threads)
         running = sessions.session(path, keep_packed=keep_packed, threads=threads)
         about = sessions.read_about(running)
-        return Model(about, "onnx", size, lambda *x: sessions.run(running, _typed(about, x)), lambda: (before, peak()))
+        return _here(about, "onnx", size, lambda *x: sessions.run(running, _typed(about, x)), before)
     packed = load(path)
     module = stay_packed(packed, allowed=allowed) if keep_packed else packed.model(allowed)
     names = [i.name for i in packed.about.inputs]
@@ -91,7 +91,14 @@ def open_model(
         with torch.inference_mode():
             return call(module, dict(zip(names, given, strict=True)) if any(names) else tuple(given)).numpy()
 
-    return Model(packed.about, "packed", size, run, lambda: (before, peak()))
+    return _here(packed.about, "packed", size, run, before)
+
+
+def _here(about: About, kind: str, size: int, run: Callable[..., np.ndarray], before: int) -> Model:
+    def timed(batch: int, seconds: float) -> Stretch:
+        return stretch(partial(run, *zeros(about, batch)), seconds)
+
+    return Model(about, kind, size, run, lambda: (before, peak()), timed)
 
 
 def _confined(path: str | os.PathLike[str], size: int, keep_packed: bool, threads: int | None) -> Model:
@@ -102,8 +109,8 @@ def _confined(path: str | os.PathLike[str], size: int, keep_packed: bool, thread
         box.close()
         raise
 
-    def timed(batch: int, seconds: float) -> float:
-        return box.latency(zeros(about, batch), seconds)
+    def timed(batch: int, seconds: float) -> Stretch:
+        return box.stretch(zeros(about, batch), seconds)
 
     return Model(about, "onnx", size, lambda *x: box.run(*_typed(about, x)), box.memory, timed)
 
@@ -225,18 +232,3 @@ def accuracy(model: Model, inputs: torch.Tensor, targets: torch.Tensor, batch: i
 
 def zeros(about: About, batch: int) -> list[np.ndarray]:
     return [np.zeros((batch, *i.shape), i.dtype) for i in about.takes]
-
-
-def latency(model: Model, batch: int = 1, seconds: float = 0.5) -> float:
-    """Median seconds of one run on `batch` inputs."""
-    if model.timed is not None:
-        return model.timed(batch, seconds)
-    inputs = zeros(model.about, batch)
-    model.run(*inputs)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < 5 or time.perf_counter() < end:
-        began = time.perf_counter()
-        model.run(*inputs)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)

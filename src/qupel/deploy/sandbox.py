@@ -25,6 +25,7 @@ from qupel.deploy import graphs
 from qupel.deploy.confined import Frames, Header
 from qupel.deploy.header import FormatError
 from qupel.deploy.sessions import library
+from qupel.deploy.timing import Stretch
 from qupel.util.errors import UserError
 
 HINT = "a file that you trust is run without limits with --trust"
@@ -119,9 +120,10 @@ class Sandbox:
             raise FormatError(f"{self.path}: {count} inputs, but outputs of shape {outputs.shape}")
         return outputs
 
-    def latency(self, inputs: Sequence[np.ndarray], seconds: float) -> float:
-        """Median seconds of a run on zeros of these inputs' shapes and types, measured in there."""
-        return float(self.ask("latency", inputs=_kinds(inputs), seconds=seconds)[0]["seconds"])
+    def stretch(self, inputs: Sequence[np.ndarray], seconds: float) -> Stretch:
+        """What runs on zeros of these inputs' shapes and types cost, measured in there."""
+        told, _ = self.ask("stretch", inputs=_kinds(inputs), seconds=seconds)
+        return Stretch(told["seconds"], told["joules"])
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the process before it opened the file, and the most it had since."""
