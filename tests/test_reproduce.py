@@ -28,7 +28,8 @@ from qupel.report.runs import AT, place
 from qupel.report.significance import Gain
 from qupel.report.write import write_report
 from qupel.run.experiment import cells, result_file
-from qupel.run.recipes import Length, find
+from qupel.run.recipes import find
+from qupel.run.settings import Length
 from qupel.run.status import duration, status
 from qupel.util.errors import UserError
 
@@ -44,7 +45,10 @@ def phases(table, scale, row, column, epoch_steps):
 # --- settings ---
 
 
-@pytest.mark.parametrize(("table", "scale"), [*itertools.product(("table1", "table2", "table3"), plan.SCALES)])
+TABLES = [pair for pair in itertools.product(("table1", "table2", "table3"), plan.SCALES) if pair != ("table1", "long")]
+
+
+@pytest.mark.parametrize(("table", "scale"), TABLES)
 def test_every_table_has_every_cell_of_the_paper_at_every_scale(table, scale):
     config = plan.build(table, scale, 3)
     places = {place(label) for label in config.methods}
@@ -52,6 +56,11 @@ def test_every_table_has_every_cell_of_the_paper_at_every_scale(table, scale):
     assert {column for _, column in places} == set(paper.TABLES[table].columns)
     assert config.seeds == (0, 1, 2)
     assert not [row for row, _ in paper.TABLES[table].values if "our recipe" in row]  # never mixed with the paper's
+
+
+def test_a_scale_that_a_table_does_not_have_is_refused():
+    with pytest.raises(UserError, match="table1 has no scale 'long'; allowed: paper, small, smoke"):
+        plan.build("table1", "long", 1)
 
 
 @pytest.mark.parametrize(("row", "main"), [(paper.QUPEL, QuPeL), (paper.LOCAL, Local)])
@@ -93,18 +102,32 @@ def travel(phase, local_steps, epoch_steps):
     return sum(phase.method.eta1(t) * phase.method.quantizer.lam(t) / 2 for t in times)
 
 
+@pytest.mark.parametrize(("scale", "epoch_steps"), [("small", 20), ("long", 50)])
 @pytest.mark.parametrize("row", [paper.QUPEL, paper.LOCAL])
-def test_the_small_scale_keeps_decay_travel_drops_and_shares(row):
+def test_shorter_scales_keep_decay_travel_drops_and_shares(row, scale, epoch_steps):
     (theirs, tuning), _ = phases("table2", "paper", row, "2 bits", 50)
-    (ours, short), config = phases("table2", "small", row, "2 bits", 20)
-    assert travel(ours, 10, 20) == pytest.approx(travel(theirs, 10, 50), rel=0.01)
-    assert short.rounds / ours.rounds == pytest.approx(tuning.rounds / theirs.rounds)
-    epochs = config.rounds * 10 / 20
+    (ours, short), config = phases("table2", scale, row, "2 bits", epoch_steps)
+    assert travel(ours, 10, epoch_steps) == pytest.approx(travel(theirs, 10, 50), rel=0.01)
+    assert short.rounds / ours.rounds == pytest.approx(tuning.rounds / theirs.rounds, rel=0.01)
+    epochs = config.rounds * 10 / epoch_steps
     assert ours.method.eta1.decay**epochs == pytest.approx(0.99**350, rel=0.01)
     assert ours.method.quantizer.eta2.drops == (math.floor(epochs * 120 / 350), round(epochs * 180 / 350))
-    fedavg, _ = phases("table2", "small", paper.FEDAVG, "32 bits", 20)
+    fedavg, _ = phases("table2", scale, paper.FEDAVG, "32 bits", epoch_steps)
     assert isinstance(fedavg[0].method, FedAvg)
     assert fedavg[0].method.eta1.decay == ours.method.eta1.decay
+
+
+def test_the_long_scale_has_the_paper_s_pull_over_the_run():
+    """eta1 lambda_p, summed over its steps, on the paper's data."""
+
+    def pull(scale):
+        (main, last), config = phases("table2", scale, paper.QUPEL, "2 bits", 50)
+        steps = [(p, Clock(s, p.rounds * 10, 50).time) for p in (main, last) for s in range(p.rounds * 10)]
+        return sum(p.method.eta1(t) * p.method.lambda_p(t) for p, t in steps), config
+
+    (ours, config), (theirs, paper_s) = pull("long"), pull("paper")
+    assert ours == pytest.approx(theirs, rel=0.02)
+    assert (config.split, config.batch, config.data) == (paper_s.split, paper_s.batch, paper_s.data)
 
 
 def test_table_3_is_made_of_cells_of_table_2():

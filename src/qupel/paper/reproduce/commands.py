@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from qupel.run.config import Config
 
 What = Literal["table1", "table2", "table3", "figure1"]
-Scale = Literal["smoke", "small", "paper"]
+Scale = Literal["smoke", "small", "long", "paper"]
 
 
 def reproduce(
     what: Annotated[What, typer.Argument(help="figure1 is drawn from the runs of table2")],
-    scale: Annotated[Scale, typer.Option(help="seconds on digits, hours on two cores, the paper's own")] = "small",
+    scale: Annotated[Scale, typer.Option(help="on digits; an hour, or ten, on two cores; the paper's")] = "small",
     seeds: Annotated[int, typer.Option(min=1, help="how many: 0, 1, ...")] = 3,
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes (default: all cores)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run that is there")] = False,

@@ -22,7 +22,7 @@ from qupel.run.jobs import cells
 from qupel.util.errors import UserError
 from qupel.util.files import read_json, write_json
 
-SCALES = ("smoke", "small", "paper")
+SCALES = ("smoke", "small", "long", "paper")
 SIBLINGS = {"table2": ("table3",), "table3": ("table2",)}  # tables that share cells
 
 
@@ -38,6 +38,8 @@ def source(table: str) -> dict[str, Any]:
 def build(table: str, scale: str, seeds: int, data: Path | None = None) -> Config:
     """The config of a table at a scale, on seeds 0 to seeds - 1."""
     raw = source(table)
+    if scale not in raw["scales"]:
+        raise UserError(f"{table} has no scale {scale!r}; allowed: {', '.join(raw['scales'])}")
     settings = dict(raw["scales"][scale])
     rows = merge(raw["rows"], {k: v for k, v in settings.pop("rows", {}).items() if k in raw["rows"]})
     columns = merge(raw["columns"], settings.pop("columns", {}))
