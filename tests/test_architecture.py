@@ -33,6 +33,7 @@ OPTIONAL = (
     "tensorboard",
     "dp_accounting",
 )
+HEAVY = ("torch", "numpy", "scipy", "sklearn", "matplotlib", "pyarrow", "PIL", "pydantic", "safetensors")
 DOORS = {"", "__main__"}  # the package's own front doors stand outside
 FILES = sorted(SOURCE.rglob("*.py"))
 MOST_LINES = 400  # of a file
@@ -202,7 +203,11 @@ def test_optional_packages_are_imported_where_they_are_used():
             assert not {n.split(".")[0] for n in names} & set(OPTIONAL), path
 
 
-def test_importing_the_package_loads_no_optional_package():
-    code = f"import sys, qupel; print(sorted(set({OPTIONAL!r}) & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+@pytest.mark.parametrize("words", [["-c", "import qupel"], ["-m", "qupel", "--help"]])
+def test_the_package_and_its_help_load_nothing_heavy(words):
+    """What takes seconds to load is loaded by the command that needs it."""
+    words = [sys.executable, "-X", "importtime", *words]
+    told = subprocess.run(words, capture_output=True, text=True, check=True).stderr
+    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in told.splitlines()}
+    assert "qupel" in loaded
+    assert not loaded & {*OPTIONAL, *HEAVY}

@@ -25,7 +25,8 @@ from qupel.paper.reproduce.publish import rewrite
 from qupel.parts.base import State
 from qupel.report import later, tables
 from qupel.report.significance import over_seeds, seed_difference
-from qupel.run.recipes import Length, Settings, find
+from qupel.run.recipes import find
+from qupel.run.settings import Length, Settings
 from qupel.tasks.judge import Judge
 from qupel.tasks.task import ModuleTask, Problem
 
@@ -36,9 +37,16 @@ PAGES = ("demo", "safe", "mnist_federation", "cifar10_federation", "cifar10_reci
 PAGES += ("mnist_training", "resnet20", "mnist_writers", "roles")
 NUMBER = re.compile(r"\d+\.\d+")
 
-_spec = importlib.util.spec_from_file_location("publish_script", ROOT / "experiments" / "publish.py")
-publish = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(publish)
+
+def script(name):
+    """An experiment as a module."""
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "experiments" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+publish = script("publish")
 
 
 def read(name):
@@ -63,6 +71,20 @@ def test_a_page_is_made_of_its_numbers(name):
         for row, again in zip(part["rows"], publish.rows(part["cells"]), strict=True):
             assert row.pop("by_bits") == pytest.approx(again.pop("by_bits"))
             assert row == pytest.approx(again)
+
+
+@pytest.mark.parametrize("name", ["dp_writers", "late", "robust", "secure"])
+def test_a_page_of_an_experiment_is_made_of_its_numbers(name):
+    found = read(name)
+    more = (30, len(found["mean"]["none"])) if name == "robust" else ()
+    assert (RESULTS / f"{name}.md").read_text() == script(name).page(found, *more)
+
+
+def test_one_slow_client_costs_asynchronous_rounds_at_most_half_the_time():
+    late, curves = script("late"), read("late")["curves"]
+    for goal in late.GOALS:
+        for sync, other in zip(*(curves[mode].values() for mode in late.MODES), strict=True):
+            assert late.reached(other, goal) <= late.reached(sync, goal) / 2
 
 
 @pytest.mark.parametrize("name", TABLES)
