@@ -313,11 +313,12 @@ def shared_within(**settings):
     return federation(method, sizes=(12, 12, 12, 12), network=["", "wide", "deep", "wide"], bits=(2, 2, 1, 2))
 
 
-def test_clients_of_one_network_are_averaged_within_it():
+@pytest.mark.parametrize("quantizer", [QUANTIZER, NoQuantizer()])
+def test_clients_of_one_network_are_averaged_within_it(quantizer):
     """With pull = 1 both have their mean, as by hand; who is alone keeps what it has; who has the shared network has
-    w."""
-    job = replace(shared_within(pull=1.0), on_bad_upload="stop")
-    alone = replace(job, phases=[replace(job.phases[0], method=quped())])
+    w, until it is quantized."""
+    job = replace(shared_within(pull=1.0, quantizer=quantizer), on_bad_upload="stop")
+    alone = replace(job, phases=[replace(job.phases[0], method=quped(quantizer=quantizer))])
     with Inline(job) as engine, Inline(alone) as other:
         shared, *_ = one_round(job, engine, 0, enter(job.phases[0], beginning(job).w, job.first_means))
         expected, *_ = one_round(alone, other, 0, beginning(alone))
@@ -326,7 +327,8 @@ def test_clients_of_one_network_are_averaged_within_it():
             [e.shard.state(i, 0, w).x for i in range(4)] for e, w in ((engine, shared.w), (other, expected.w))
         )
     mean = (theirs[1].double() + theirs[3].double()).div(2).float()
-    for got, want in zip(mine, (expected.w[0], mean, theirs[2], mean), strict=True):
+    first = expected.w[0] if quantizer == NoQuantizer() else theirs[0]
+    for got, want in zip(mine, (first, mean, theirs[2], mean), strict=True):
         torch.testing.assert_close(got, want)
 
 

@@ -29,7 +29,7 @@ from qupel.engine.store import DiskStore, MemoryStore, Store
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
 from qupel.parts.base import Deployed, Info, Rows, State, Upload, as_rows
-from qupel.parts.methods.base import adapted, keeps_state, models_of, row_per_network, state_of
+from qupel.parts.methods.base import Method, adapted, keeps_state, models_of, row_per_network, state_of, w_is_mean
 from qupel.parts.prior import NO_PRIOR, Prior, output_bias, shift
 from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
 from qupel.tasks.task import Batch, Diverged, ModuleTask, Problem, Task, Value
@@ -127,15 +127,15 @@ class Shard:
                 state = self._start(k, prior.entered(before, state), client)
             rows = w[:shared] if k == phase else method.broadcast(w[0])
             models, apart = models_of(method, len(rows)), row_per_network(method)
-            rows = (*rows, *self._mean(client, w[0], w[shared:])) if apart else rows
+            rows = (*rows, *self._mean(client, method, w[0], w[shared:])) if apart else rows
             state = method.receive(state, prior.seen(rows, models, apart))
         return state
 
-    def _mean(self, client: int, w: Tensor, means: Rows) -> Rows:
-        """The mean of a client's network (d_i,): w, of the shared one's; none, where the server has none."""
+    def _mean(self, client: int, method: Method, w: Tensor, means: Rows) -> Rows:
+        """The mean of a client's network (d_i,): w, of the shared one's, if it is one; none, where the server has none."""
         name = self.job.network_of(client)
         if not name:
-            return (w,)
+            return (w,) if w_is_mean(method) else ()
         return (torch.cat(means[self.job.places[name]])[: self.forms.layout(client).size],) if means else ()
 
     def sent(self, client: int, phase: int, upload: Upload | None, w: Rows) -> Upload | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from qupel.core.optim import SGD, Adam
+from qupel.core.optim import SGD, Adam, Optimizer
 from qupel.core.schedule import Schedule
 from qupel.parts.methods import methods
 from qupel.parts.methods.fedavg import FedAvg
@@ -77,47 +77,30 @@ def local(s: Settings, b: Length) -> list[Phase]:
 
 
 def quped(s: Settings, b: Length) -> list[Phase]:
-    """`qupel` for clients with networks of their own: shared with those who have the same one, w beside it; quantized
-    while shared; then personal, taught by w, which is seen with the label prior."""
+    """`qupel` for clients with networks of their own: taught by w, which learns beside them, and shared with those who have
+    the same network; quantized the same way; then personal, with the client's label prior. `share = "nothing"`: Adam, as
+    for all that is trained alone."""
     if s.lambda_p > 1:
         raise UserError(f"lambda_p = {s.lambda_p}: of quped it is a share, allowed are 0 to 1")
-    if s.share == "nothing":
-        return _quped_alone(s, b)
     first, shared, own, last = stages(s, b.rounds)
-    eta1, levels, tie = s.x_schedule(b), s.center_schedule(b), s.tie(own + last, b)
-    free, end = Schedule(0.0), b.rounds - last
+    alone = s.share == "nothing"
+    eta1, levels = s.alone_schedule(b) if alone else s.x_schedule(b), s.center_schedule(b)
+    optimizer: Optimizer = Adam() if alone else s.x_optimizer()
 
-    def method(done: int, lambda_p: Schedule, quantizer: Quantizer, **more: Any) -> QuPeD:
-        rate = eta1.later(b.epochs(done))
-        settings = {"reading": s.reading, "temperature": s.temperature, "optimizer": s.x_optimizer(), **more}
-        return QuPeD(rate, rate, lambda_p, quantizer=quantizer, **settings)
+    def taught(done: int, quantizer: Quantizer) -> QuPeD:
+        x, w = (f.later(b.epochs(done)) for f in (eta1, s.x_schedule(b)))
+        how = QuPeD(x, w, Schedule(s.lambda_p), s.reading, s.temperature, share=s.share, pull=1.0)
+        return replace(how, optimizer=optimizer, quantizer=quantizer)
 
-    means: dict[str, Any] = {"reading": "mutual", "share": "architecture", "pull": 1.0}  # and w as in FedAvg
-    at = first + shared
+    def personal(done: int, quantizer: Quantizer) -> Local:
+        return Local(eta1.later(b.epochs(done)), optimizer, quantizer)
+
+    at, end = first + shared, b.rounds - last
     return [
-        Phase(method(0, free, NoQuantizer(), **means), first, s.w_server()),
-        Phase(method(first, free, s.straight(levels, b, first), **means), shared, s.w_server()),
-        Phase(method(at, tie, s.straight(levels, b, at)), own, s.w_server(), s.prior),
-        Phase(method(end, tie.later(b.epochs(own)), s.fixed(levels, b, end)), last, s.w_server(), s.prior),
-    ]
-
-
-def _quped_alone(s: Settings, b: Length) -> list[Phase]:
-    """`local`, taught by w: first x learns alone and w beside it, so that there is a teacher (of `distill`, where w has
-    nothing but x to learn from, with the tie from the start); then QuPeD, w seen with the label prior."""
-    first, shared, own, last = stages(s, b.rounds)
-    eta3, alone, levels = s.x_schedule(b), s.alone_schedule(b), s.center_schedule(b)
-    main, end = shared + own, b.rounds - last
-    early, tie = Schedule(s.lambda_p if s.reading == "distill" else 0.0), s.tie(main + last, b)
-
-    def method(done: int, lambda_p: Schedule, quantizer: Quantizer) -> QuPeD:
-        x, w = (f.later(b.epochs(done)) for f in (alone, eta3))
-        return QuPeD(x, w, lambda_p, s.reading, s.temperature, optimizer=Adam(), quantizer=quantizer)
-
-    return [
-        Phase(method(0, early, NoQuantizer()), first, s.w_server()),
-        Phase(method(first, tie, s.straight(levels, b, first)), main, s.w_server(), s.prior),
-        Phase(method(end, tie.later(b.epochs(main)), s.fixed(levels, b, end)), last, s.w_server(), s.prior),
+        Phase(taught(0, NoQuantizer()), first, s.w_server()),
+        Phase(taught(first, s.straight(levels, b, first)), shared, s.w_server()),
+        Phase(personal(at, s.straight(levels, b, at)), own, prior=s.prior),
+        Phase(personal(end, s.fixed(levels, b, end)), last, prior=s.prior),
     ]
 
 
@@ -255,7 +238,7 @@ _PAPER_TRAINING |= {"lambda_growth": 1e-4, "eta2_drops": (80, 140), "finetune": 
 _PRINTED = _PAPER | {"rule": "paper", "as_printed": True}
 
 _ALONE: dict[str, object] = {"warmup": 0.5}
-_TAUGHT: dict[str, object] = {"lambda_p": 0.5, "let_go": False}
+_TAUGHT: dict[str, object] = {"lambda_p": 0.3}
 
 _TUNING: dict[str, object] = {"prior": 0.0}  # the usual one; it may be given
 _SHARED: dict[str, object] = {"lambda_p": 0.2}

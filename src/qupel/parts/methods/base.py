@@ -15,7 +15,8 @@ What a class may say of its method beside these, with the default in brackets:
     any_network  whether x may be of another network than w                                    [False]
     row_per_network
                  whether x is averaged, too, over the clients of its network: its uploads end
-                 with x, and what it receives with the mean; of w's own network that is w      [False]
+                 with x, and what it receives with the mean                                    [False]
+    w_is_mean    whether w is that mean for the clients of its network; else they have none    [True]
     labels_only  whether outputs must be logits of classes                                     [False]
     models       how many of the rows are models, the first ones; the server averages others   [all]
     tie(time)    lambda_p, the pull between x and w, for diagnostics                           [0]
@@ -121,6 +122,10 @@ def any_network(method: Method) -> bool:
 
 def row_per_network(method: Method) -> bool:
     return getattr(method, "row_per_network", False)
+
+
+def w_is_mean(method: Method) -> bool:
+    return getattr(method, "w_is_mean", True)
 
 
 def labels_only(method: Method) -> bool:

@@ -15,6 +15,7 @@ from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, Rows, State, Upload
 from qupel.parts.methods.base import OneRow, methods, quantized_step
 from qupel.parts.quantizers import Quantizer
+from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.tasks.distill import On, Taught, kd
 from qupel.tasks.task import Batch, Pass, Problem, Task, Tree
@@ -30,7 +31,8 @@ class QuPeD(OneRow):
     data, too: (1 - lambda_p) f(w) + lambda_p KD(w, x), with x the teacher (Shen et al., Federated Mutual Learning).
     eta3: none: that of x. temperature, on: of KD (`tasks.distill.kd`).
     share: with `architecture` clients of one network also average within it: x <- x + pull (mean of its network - x) at
-    the start of a round; pull = 1 is FedAvg there. The mean of the shared network is w.
+    the start of a round; pull = 1 is FedAvg there. The mean of the shared network is w, until x is quantized: w is not,
+    and would undo what x learns of its levels, so from then on its clients go their own ways.
     fresh: w sees what the new x and c say, as the listing has it, at two forward passes more; else what they said in
     this step's own passes.
     """
@@ -61,6 +63,10 @@ class QuPeD(OneRow):
     @property
     def row_per_network(self) -> bool:
         return self.share == "architecture"
+
+    @property
+    def w_is_mean(self) -> bool:
+        return isinstance(self.quantizer, NoQuantizer)
 
     def start(self, before: State, plan: Plan, problem: Problem) -> State:
         x, codebook = self.quantizer.start(before, plan, problem.own.layout)
