@@ -132,7 +132,7 @@ class Shard:
         return state
 
     def _mean(self, client: int, method: Method, w: Tensor, means: Rows) -> Rows:
-        """The mean of a client's network (d_i,): w, of the shared one's, if it is one; none, where the server has none."""
+        """The mean of a client's network (d_i,): w, of the shared one's, if it is one; none, where there is none."""
         name = self.job.network_of(client)
         if not name:
             return (w,) if w_is_mean(method) else ()

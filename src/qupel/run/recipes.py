@@ -77,9 +77,9 @@ def local(s: Settings, b: Length) -> list[Phase]:
 
 
 def quped(s: Settings, b: Length) -> list[Phase]:
-    """`qupel` for clients with networks of their own: taught by w, which learns beside them, and shared with those who have
-    the same network; quantized the same way; then personal, with the client's label prior. `share = "nothing"`: Adam, as
-    for all that is trained alone."""
+    """`qupel` for clients with networks of their own: taught by w, which learns beside them, and shared with those who
+    have the same network; quantized the same way; then personal, with the client's label prior. `share = "nothing"`:
+    Adam, as for all that is trained alone."""
     if s.lambda_p > 1:
         raise UserError(f"lambda_p = {s.lambda_p}: of quped it is a share, allowed are 0 to 1")
     first, shared, own, last = stages(s, b.rounds)
