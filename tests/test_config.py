@@ -263,9 +263,9 @@ def test_one_method_with_a_quantizer_and_a_server_in_place_of_a_recipe():
     config = parse(text=text)
     (a,), (b,) = (experiment.build_job(config, cell).phases for cell in experiment.cells(config))
     assert (type(a.method).__name__, a.method.quantizer, a.server) == ("Ditto", LSQ(), FedAvgM(momentum=0.7))
-    assert (a.rounds, a.method.eta1.start, a.method.optimizer) == (4, 0.3, SGD(weight_decay=1e-3))
+    assert (a.rounds, a.method.eta1.start, a.method.optimizer) == (4, 0.3, SGD(weight_decay=1e-3, clip=4.0))
     assert a.method.eta1.cosine > 0  # over the whole run
-    assert (b.method.eta1, b.method.optimizer, b.server) == (Schedule(0.2), SGD(weight_decay=1e-3), Mean())
+    assert (b.method.eta1, b.method.optimizer, b.server) == (Schedule(0.2), SGD(weight_decay=1e-3, clip=4.0), Mean())
     assert b.method.quantizer == ProxQuant(lam=Schedule(0.5))
 
 

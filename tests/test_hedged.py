@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from qupel.core.optim import SGD, Adam
 from qupel.core.schedule import Schedule
@@ -134,7 +135,27 @@ def test_the_default_is_local_for_those_who_are_alone():
         assert phase.method.alone_eta1 == match.method.eta1
         assert phase.method.alone_optimizer == match.method.optimizer
         assert phase.method.quantizer == match.method.quantizer
-    assert mine[0].method.optimizer == SGD()
+    assert mine[0].method.optimizer == SGD(clip=4.0)
+
+
+def test_networks_that_plain_sgd_hardly_trains_have_adam():
+    """Recurrent layers, embeddings, attention: Adam with 0.03 eta1, for all methods that take SGD elsewhere."""
+    for recipe in ("qupel", "fedavg", "fedavg-finetune", "quped"):
+        s = Settings(**{**find(recipe).defaults, "eta1": 0.2})
+        even, uneven = (find(recipe).phases(s, Length(20, 3, 5.0, uneven))[0].method for uneven in (False, True))
+        assert (even.optimizer, even.eta1.start) == (SGD(clip=4.0), 0.2)
+        assert (uneven.optimizer, uneven.eta1.start) == (Adam(), pytest.approx(0.006))
+        named = s.model_copy(update={"optimizer": "sgd"})
+        assert find(recipe).phases(named, Length(20, 3, 5.0, True))[0].method == even
+
+
+@pytest.mark.parametrize(
+    ("layers", "uneven"),
+    [([nn.Linear(4, 3)], False), ([nn.LSTM(4, 3)], True), ([nn.Linear(4, 3), nn.LayerNorm(3)], True)],
+)
+def test_which_networks_those_are(layers, uneven):
+    job = replace(make_job(hedged(0.8)), module=nn.Sequential(*layers))
+    assert Length.of(job, 5).uneven == uneven
 
 
 def test_clients_with_the_same_bits_choose_each_for_itself():

@@ -76,3 +76,18 @@ def test_a_step_changes_none_of_its_arguments(optimizer):
     copies = [t.clone() for t in (x, g, *memory)]
     optimizer.step(x, g, memory, 0.1)
     assert all(torch.equal(a, b) for a, b in zip((x, g, *memory), copies, strict=True))
+
+
+def test_a_clipped_gradient_is_torchs():
+    """Of each client of a stack by its own length; a short one keeps its bits."""
+    torch.manual_seed(2)
+    x, g = torch.randn(3, 50), torch.randn(3, 50) * torch.tensor([[0.01], [1.0], [100.0]])
+    new, _ = SGD(clip=2.0).step(x, g, (), 0.1)
+    for k in range(3):
+        p = nn.Parameter(x[k].clone())
+        p.grad = g[k].clone()
+        nn.utils.clip_grad_norm_([p], 2.0)
+        torch.optim.SGD([p], 0.1).step()
+        torch.testing.assert_close(new[k], p.detach())
+    assert torch.equal(new[0], SGD().step(x[0], g[0], (), 0.1)[0])
+    assert not torch.allclose(new[1], SGD().step(x[1], g[1], (), 0.1)[0])

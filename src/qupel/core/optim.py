@@ -18,17 +18,23 @@ Memory = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class SGD:
-    """x - lr v,  v = momentum v + g + weight_decay x  (v = g + weight_decay x without momentum)."""
+    """x - lr v,  v = momentum v + g + weight_decay x  (v = g + weight_decay x without momentum).
+
+    clip: g is at most so long, g <- g min(1, clip / |g|), before anything else (`torch.nn.utils.clip_grad_norm_`).
+    """
 
     name: Literal["sgd"] = "sgd"
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    clip: float | None = None
 
     def memory(self, x: Tensor) -> Memory:
         return (torch.zeros_like(x),) if self.momentum else ()
 
     def step(self, x: Tensor, g: Tensor, memory: Memory, lr: float) -> tuple[Tensor, Memory]:
+        if self.clip is not None:
+            g = g * (self.clip / g.norm(dim=-1, keepdim=True).clamp_min(self.clip))  # (..., d), lengths (..., 1)
         if self.weight_decay:
             g = torch.add(g, x, alpha=self.weight_decay)
         if not self.momentum:

@@ -355,7 +355,7 @@ def _phases(
         if parts:
             raise UserError("quantizer and server go with the name of a method; phases have their own")
         return list(method)
-    length = Length(rounds, job.local_steps, job.steps_per_epoch)
+    length = Length.of(job, rounds)
     if method in methods and (parts or method not in recipes):
         return [compose(method, quantizer, server, settings, length)]
     recipe: Any = recipes[method]  # or what "module:Name" names

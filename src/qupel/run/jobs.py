@@ -299,7 +299,7 @@ def describe(
 
 
 def length_of(config: Config, job: Job) -> Length:
-    return Length(config.rounds, job.local_steps, job.steps_per_epoch)
+    return Length.of(job, config.rounds)
 
 
 def build_phases(method: MethodConfig, length: Length) -> list[Phase]:

@@ -34,7 +34,7 @@ def _tail(s: Settings, b: Length, done: int, rounds: int, tie: Schedule | None, 
     if rounds == 0:
         return []
     epochs = b.epochs(done)
-    eta1, optimizer = s.x_schedule(b).later(epochs), s.x_optimizer()
+    eta1, optimizer = s.x_schedule(b).later(epochs), s.x_optimizer(b)
     frozen = Frozen(eta2.later(epochs), s.center_gradient, s.clip)
     if tie is None:
         return [Phase(Local(eta1, optimizer, frozen), rounds)]
@@ -51,7 +51,7 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
     def method(stage: Literal["both", "chosen", "own"], done: int, quantizer: Quantizer) -> Hedged:
         rate, alone_rate = (f.later(b.epochs(done)) for f in (eta1, alone))
         tie = s.tie(own + last, b).later(b.epochs(done - first - shared)) if stage == "own" else Schedule()
-        return Hedged(stage, rate, s.x_optimizer(), alone_rate, Adam(), tie, s.fails, quantizer)
+        return Hedged(stage, rate, s.x_optimizer(b), alone_rate, Adam(), tie, s.fails, quantizer)
 
     return [
         Phase(method("both", 0, NoQuantizer()), first, s.w_server()),
@@ -85,7 +85,7 @@ def quped(s: Settings, b: Length) -> list[Phase]:
     first, shared, own, last = stages(s, b.rounds)
     alone = s.share == "nothing"
     eta1, levels = s.alone_schedule(b) if alone else s.x_schedule(b), s.center_schedule(b)
-    optimizer: Optimizer = Adam() if alone else s.x_optimizer()
+    optimizer: Optimizer = Adam() if alone else s.x_optimizer(b)
 
     def taught(done: int, quantizer: Quantizer) -> QuPeD:
         x, w = (f.later(b.epochs(done)) for f in (eta1, s.x_schedule(b)))
@@ -108,13 +108,13 @@ def qupel_prox(s: Settings, b: Length) -> list[Phase]:
     """FedAvg warm-up (if any), then QuPeL, then fine-tuning."""
     first, main, last = split_rounds(s, b)
     eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
-    phases = [Phase(FedAvg(eta1=eta1, optimizer=s.x_optimizer()), first)] if first else []
+    phases = [Phase(FedAvg(eta1=eta1, optimizer=s.x_optimizer(b)), first)] if first else []
     tie = s.tie(main + last, b)
     method = QuPeL(
         eta1=eta1.later(skipped),
         lambda_p=tie,
         coupling=s.coupling,
-        optimizer=s.x_optimizer(),
+        optimizer=s.x_optimizer(b),
         quantizer=s.learned_centers(eta2.later(skipped)),
         as_printed=s.as_printed,
     )
@@ -126,27 +126,27 @@ def local_prox(s: Settings, b: Length) -> list[Phase]:
     first, main, last = split_rounds(s, b)
     eta1, eta2, skipped = s.x_schedule(b), s.center_schedule(b), b.epochs(first)
     method = Local(
-        eta1=eta1.later(skipped), optimizer=s.x_optimizer(), quantizer=s.learned_centers(eta2.later(skipped))
+        eta1=eta1.later(skipped), optimizer=s.x_optimizer(b), quantizer=s.learned_centers(eta2.later(skipped))
     )
     return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, eta2)]
 
 
 def _alone(s: Settings, b: Length, rounds: int) -> list[Phase]:
     """Plain training at full precision, the warm-up of methods that do not communicate."""
-    plain = Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(), quantizer=NoQuantizer())
+    plain = Local(eta1=s.x_schedule(b), optimizer=s.x_optimizer(b), quantizer=NoQuantizer())
     return [Phase(plain, rounds)] if rounds else []
 
 
 def fedavg(s: Settings, b: Length) -> list[Phase]:
     """FedAvg all the way."""
-    return [Phase(FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer()), b.rounds)]
+    return [Phase(FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer(b)), b.rounds)]
 
 
 def fedavg_finetune(s: Settings, b: Length) -> list[Phase]:
     """FedAvg, then local steps at full precision for the `finetune` share of the rounds."""
     last = round(s.finetune * b.rounds)
-    tuning = Local(s.x_schedule(b).later(b.epochs(b.rounds - last)), s.x_optimizer())
-    shared = FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer())
+    tuning = Local(s.x_schedule(b).later(b.epochs(b.rounds - last)), s.x_optimizer(b))
+    shared = FedAvg(eta1=s.x_schedule(b), optimizer=s.x_optimizer(b))
     return [Phase(shared, b.rounds - last), Phase(tuning, last, prior=s.prior)]
 
 
@@ -155,14 +155,14 @@ def proxquant(s: Settings, b: Length) -> list[Phase]:
     first, main, last = split_rounds(s, b)
     eta1 = s.x_schedule(b).later(b.epochs(first))
     quantizer = ProxQuant(lam=s.pull(), scale=s.scale, init=s.init)
-    method = Local(eta1=eta1, optimizer=s.x_optimizer(), quantizer=quantizer)
+    method = Local(eta1=eta1, optimizer=s.x_optimizer(b), quantizer=quantizer)
     return [*_alone(s, b, first), Phase(method, main), *_tail(s, b, first + main, last, None, Schedule())]
 
 
 def binaryrelax(s: Settings, b: Length) -> list[Phase]:
     """Full precision first, then BinaryRelax: relaxed, and hard for the `finetune` share of the rounds."""
     first, main, last = split_rounds(s, b)
-    eta1, optimizer = s.x_schedule(b), s.x_optimizer()
+    eta1, optimizer = s.x_schedule(b), s.x_optimizer(b)
     relaxed = Local(eta1.later(b.epochs(first)), optimizer, BinaryRelax())
     hard = Local(eta1.later(b.epochs(first + main)), optimizer, BinaryRelax(lam=Schedule(math.inf)))
     return [*_alone(s, b, first), Phase(relaxed, main), *([Phase(hard, last)] if last else [])]
@@ -170,7 +170,7 @@ def binaryrelax(s: Settings, b: Length) -> list[Phase]:
 
 def _posttraining(init: Literal["range", "kmeans"]) -> Callable[[Settings, Length], list[Phase]]:
     def recipe(s: Settings, b: Length) -> list[Phase]:
-        return [Phase(Local(s.x_schedule(b), s.x_optimizer(), Afterwards(init)), b.rounds)]
+        return [Phase(Local(s.x_schedule(b), s.x_optimizer(b), Afterwards(init)), b.rounds)]
 
     return recipe
 
@@ -197,7 +197,7 @@ def compose(method: str | dict[str, Any], quantizer: Any, server: Any, settings:
     if quantizer is not None and "quantizer" not in own:
         why = "has one in its table" if "quantizer" in table else "has no field for one"
         raise UserError(f"quantizer: method {table['name']} {why}")
-    given: dict[str, Any] = {"eta1": settings.x_schedule(length), "optimizer": settings.x_optimizer()}
+    given: dict[str, Any] = {"eta1": settings.x_schedule(length), "optimizer": settings.x_optimizer(length)}
     fill = {k: v for k, v in given.items() if k in own and isinstance(getattr(made, k), Schedule | SGD | Adam)}
     if quantizer is not None:
         fill["quantizer"] = quantizers.build(quantizer, "quantizer")
@@ -229,6 +229,7 @@ _PAPER: dict[str, object] = {
     "eta2_drops": (120, 180),
     "lambda_p": 0.025,
 }
+_PAPER |= {"optimizer": "sgd", "gradient_clip": None}
 _PAPER |= {"eta1": 0.1, "eta1_cosine": False, "eta1_decay": 0.99, "weight_decay": 1e-4, "coupling": 0.125}
 _PAPER |= {"let_go": False, "init": "paper", "center_gradient": "sum", "follow": None, "warmup": 0.0, "finetune": 1 / 7}
 
@@ -237,7 +238,8 @@ _PAPER_TRAINING = _PAPER | {"optimizer": "adam", "eta1": 0.01, "eta1_decay": 1.0
 _PAPER_TRAINING |= {"lambda_growth": 1e-4, "eta2_drops": (80, 140), "finetune": 1 / 3}
 _PRINTED = _PAPER | {"rule": "paper", "as_printed": True}
 
-_ALONE: dict[str, object] = {"warmup": 0.5}
+_PROX: dict[str, object] = {"optimizer": "sgd", "gradient_clip": None}  # as they were published
+_ALONE: dict[str, object] = {"warmup": 0.5} | _PROX
 _TAUGHT: dict[str, object] = {"lambda_p": 0.3}
 
 _TUNING: dict[str, object] = {"prior": 0.0}  # the usual one; it may be given
@@ -245,7 +247,7 @@ _SHARED: dict[str, object] = {"lambda_p": 0.2}
 
 _recipe("qupel", "QuPeL as we run it: shared, quantized while shared, personal; alone where better", qupel, _SHARED)
 _recipe("local", "each client alone, straight through (bits = 32: plain training)", local)
-_recipe("qupel-prox", "FedAvg, then QuPeL by proximal steps, then fine-tuning", qupel_prox)
+_recipe("qupel-prox", "FedAvg, then QuPeL by proximal steps, then fine-tuning", qupel_prox, _PROX)
 _recipe("local-prox", "Algorithm 1 at each client alone (bits = 32: plain training)", local_prox, _ALONE)
 _recipe("qupel-corrected", "QuPeL with the paper's settings and corrected signs", qupel_prox, _PAPER, fixed=True)
 _recipe("qupel-paper", "QuPeL exactly as printed, wrong signs included", qupel_prox, _PRINTED, fixed=True)
@@ -256,5 +258,5 @@ _recipe("fedavg", "one shared full-precision model", fedavg, bits=32)
 _recipe("fedavg-finetune", "FedAvg, then local steps at full precision", fedavg_finetune, _TUNING, bits=32)
 _recipe("proxquant", "ProxQuant: weights pulled to fixed centers", proxquant, _ALONE)
 _recipe("binaryrelax", "BinaryRelax: a latent model slides to its quantization", binaryrelax, _ALONE)
-_recipe("ptq-range", "post-training: nearest point of a min-max grid", _posttraining("range"))
-_recipe("ptq-kmeans", "post-training: k-means centers", _posttraining("kmeans"))
+_recipe("ptq-range", "post-training: nearest point of a min-max grid", _posttraining("range"), _PROX)
+_recipe("ptq-kmeans", "post-training: k-means centers", _posttraining("kmeans"), _PROX)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
 
 from qupel.core.optim import SGD, Adam, Optimizer
 from qupel.core.schedule import Follow, Schedule, Travel
+from qupel.engine.job import Job
 from qupel.parts.quantizers.frozen import Frozen
 from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.ste import StraightThrough
@@ -20,13 +22,25 @@ from qupel.util.errors import UserError
 LONG = 60  # rounds; in longer runs personal models are not trained longer than in these
 
 
+# Layers whose gradients differ so much in size that plain SGD hardly trains them.
+UNEVEN = (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.LayerNorm)
+ADAM_SHARE = 0.03  # of eta1, where Adam takes the place of SGD: 0.003 for 0.1
+
+
 @dataclass(frozen=True)
 class Length:
-    """How long a run is: rounds of `local_steps` steps, `epoch_steps` of which make an epoch."""
+    """How long a run is: rounds of `local_steps` steps, `epoch_steps` of which make an epoch. uneven: of a network with
+    layers that ask for Adam."""
 
     rounds: int
     local_steps: int
     epoch_steps: float
+    uneven: bool = False
+
+    @classmethod
+    def of(cls, job: Job, rounds: int) -> Length:
+        uneven = any(isinstance(layer, UNEVEN) for layer in job.module.modules())
+        return cls(rounds, job.local_steps, job.steps_per_epoch, uneven)
 
     def epochs(self, rounds: int) -> float:
         return rounds * self.local_steps / self.epoch_steps
@@ -46,8 +60,11 @@ class Settings(BaseModel):
     eta1: float = Field(0.1, gt=0, description="step size of the model")
     eta1_decay: float = Field(1.0, gt=0, le=1, description="factor on eta1 per epoch")
     eta1_cosine: bool = Field(True, description="eta1 falls to 0 along a half cosine over the whole run")
-    optimizer: Literal["sgd", "momentum", "adam"] = "sgd"
+    optimizer: Literal["auto", "sgd", "momentum", "adam"] = Field(
+        "auto", description="auto: SGD; for text, recurrent layers and attention Adam with 0.03 eta1"
+    )
     weight_decay: float = Field(0.0, ge=0, description="of x only")
+    gradient_clip: float | None = Field(4.0, gt=0, description="SGD's gradients are at most so long")
     # weights meet centers
     travel: float | None = Field(1.0, ge=0, description="total prox travel in half-gaps; or give lambda_growth")
     lambda_growth: float | None = Field(None, ge=0, description="lambda(t) = lambda_growth * epoch, as in the paper")
@@ -84,21 +101,27 @@ class Settings(BaseModel):
     personal: float = Field(0.2, ge=0, le=1, description="then personal; of the first 60 rounds where there are more")
     finetune: float = Field(0.1, ge=0, lt=1, description="fixed assignments last")
 
-    def x_optimizer(self) -> Optimizer:
-        if self.optimizer == "adam":
+    def x_optimizer(self, length: Length) -> Optimizer:
+        if self.optimizer == "adam" or self._adam_instead(length):
             return Adam(weight_decay=self.weight_decay)
-        return SGD(momentum=0.9 if self.optimizer == "momentum" else 0.0, weight_decay=self.weight_decay)
+        momentum = 0.9 if self.optimizer == "momentum" else 0.0
+        return SGD(momentum=momentum, weight_decay=self.weight_decay, clip=self.gradient_clip)
+
+    def _adam_instead(self, length: Length) -> bool:
+        return self.optimizer == "auto" and length.uneven
 
     def x_schedule(self, length: Length) -> Schedule:
-        cosine = length.epochs(length.rounds) if self.eta1_cosine else 0
-        return Schedule(self.eta1, decay=self.eta1_decay, cosine=cosine)
+        return self._falling(self.eta1 * (ADAM_SHARE if self._adam_instead(length) else 1), length)
 
     def center_schedule(self, length: Length) -> Schedule:
-        """With the mean gradient and the model's own schedule a center moves as its average weight would."""
-        return self.x_schedule(length) if self.eta2 is None else Schedule(self.eta2, drops=self.eta2_drops)
+        """With the mean gradient and the step size of SGD a center moves as its average weight would."""
+        return self._falling(self.eta1, length) if self.eta2 is None else Schedule(self.eta2, drops=self.eta2_drops)
 
     def alone_schedule(self, length: Length) -> Schedule:
-        return replace(self.x_schedule(length), start=self.alone_eta1)
+        return self._falling(self.alone_eta1, length)
+
+    def _falling(self, start: float, length: Length) -> Schedule:
+        return Schedule(start, decay=self.eta1_decay, cosine=length.epochs(length.rounds) if self.eta1_cosine else 0)
 
     def straight(self, levels: Schedule, length: Length, done: int) -> StraightThrough:
         return StraightThrough(levels.later(length.epochs(done)), init=self.init)
