@@ -128,6 +128,12 @@ def test_every_method_has_as_many_trials_and_none_sees_test_data(data):
     assert min(len(p.validation_rows) for p in parts) > 0
 
 
+def test_trials_may_be_shorter(data):
+    c = parse(data, FILE.replace("trials = 2", "trials = 2\nrounds = 0.5"))
+    assert c.trials("drawn", c.methods_of("drawn"))[0].rounds == 2
+    assert c.config("drawn", c.methods_of("drawn"), {}).rounds == parse(data).trials("drawn", ["qupel"])[0].rounds == 4
+
+
 def test_a_grid_is_a_product(data):
     text = FILE.replace("trials = 2", "trials = 4").replace(
         "eta1 = [0.02, 0.2]", "eta1 = [1.0, 2.0], finetune = [0, 0.5]"

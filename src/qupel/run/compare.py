@@ -50,6 +50,7 @@ class Search(Strict):
     seed: int = Field(100, description="none of those that are compared")
     validation: float = Field(0.25, gt=0, lt=1, description="share of each client's training data that judges a trial")
     bits: Bits | None = Field(None, description="at which a method is tried that has them; others at their first")
+    rounds: float = Field(1.0, gt=0, le=1, description="of a trial, as a share of the federation's")
     settings: dict[str, list[Any]] | list[Table] = Field(
         {}, description="tried for methods without a search of their own"
     )
@@ -123,7 +124,8 @@ class Comparison:
                 made[f"{name}{AT}trial {k}"] = {**merged(self.tables[name], settings), "bits": bits}
         split = {"validation": search.validation, "blind": True}
         over = {"seeds": [search.seed], "split": split, "methods": made, "save_models": False}
-        return self._validated(federation, over), tried
+        rounds = max(1, round(search.rounds * self._validated(federation, over).rounds))
+        return self._validated(federation, {**over, "rounds": rounds}), tried
 
     def _validated(self, federation: str, over: Table) -> Config:
         own = {k: v for k, v in self.sheet.federations[federation].items() if k not in ("only", "bits")}

@@ -55,8 +55,8 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
 
     return [
         Phase(method("both", 0, NoQuantizer()), first, s.w_server()),
-        Phase(method("chosen", first, s.straight(levels, b, first)), shared, s.w_server()),
-        Phase(method("own", first + shared, s.straight(levels, b, first + shared)), own, prior=s.prior),
+        Phase(method("chosen", first, s.meeting(levels, b, first)), shared, s.w_server()),
+        Phase(method("own", first + shared, s.meeting(levels, b, first + shared)), own, prior=s.prior),
         Phase(method("own", b.rounds - last, s.fixed(levels, b, b.rounds - last)), last, prior=s.prior),
     ]
 
@@ -71,7 +71,7 @@ def local(s: Settings, b: Length) -> list[Phase]:
 
     return [
         phase(0, first, NoQuantizer()),
-        phase(first, shared + own, s.straight(levels, b, first)),
+        phase(first, shared + own, s.meeting(levels, b, first)),
         phase(b.rounds - last, last, s.fixed(levels, b, b.rounds - last)),
     ]
 
@@ -98,8 +98,8 @@ def quped(s: Settings, b: Length) -> list[Phase]:
     at, end = first + shared, b.rounds - last
     return [
         Phase(taught(0, NoQuantizer()), first, s.w_server()),
-        Phase(taught(first, s.straight(levels, b, first)), shared, s.w_server()),
-        Phase(personal(at, s.straight(levels, b, at)), own, prior=s.prior),
+        Phase(taught(first, s.meeting(levels, b, first)), shared, s.w_server()),
+        Phase(personal(at, s.meeting(levels, b, at)), own, prior=s.prior),
         Phase(personal(end, s.fixed(levels, b, end)), last, prior=s.prior),
     ]
 

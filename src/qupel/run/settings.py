@@ -66,6 +66,7 @@ class Settings(BaseModel):
     weight_decay: float = Field(0.0, ge=0, description="of x only")
     gradient_clip: float | None = Field(4.0, gt=0, description="SGD's gradients are at most so long")
     # weights meet centers
+    passes: Literal[1, 2] = Field(1, description="a step: straight through, or proximal steps (recipes qupel, local)")
     travel: float | None = Field(1.0, ge=0, description="total prox travel in half-gaps; or give lambda_growth")
     lambda_growth: float | None = Field(None, ge=0, description="lambda(t) = lambda_growth * epoch, as in the paper")
     mode: Literal["hard", "soft"] = "hard"
@@ -123,8 +124,10 @@ class Settings(BaseModel):
     def _falling(self, start: float, length: Length) -> Schedule:
         return Schedule(start, decay=self.eta1_decay, cosine=length.epochs(length.rounds) if self.eta1_cosine else 0)
 
-    def straight(self, levels: Schedule, length: Length, done: int) -> StraightThrough:
-        return StraightThrough(levels.later(length.epochs(done)), init=self.init)
+    def meeting(self, levels: Schedule, length: Length, done: int) -> StraightThrough | Prox:
+        """How weights and levels meet from this round on: in one pass a step, or in the paper's two."""
+        eta2 = levels.later(length.epochs(done))
+        return StraightThrough(eta2, init=self.init) if self.passes == 1 else self.learned_centers(eta2)
 
     def fixed(self, levels: Schedule, length: Length, done: int) -> Frozen:
         return Frozen(levels.later(length.epochs(done)), self.center_gradient, self.clip)
