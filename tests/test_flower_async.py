@@ -111,7 +111,7 @@ def test_the_slow_client_is_not_waited_for_and_counts_by_its_age(tmp_path, monke
 
 @pytest.mark.parametrize("at", range(12))
 def test_a_killed_run_loses_no_upload_and_counts_none_twice(tmp_path, at, monkeypatch):
-    """The server dies after so many answers, of twelve; resumed, every (client, round) that was asked for counts at most
+    """The server dies after so many answers of twelve; resumed, every (client, round) that was asked for counts at most
     once, and only those that are still open at the end not at all. Clients train no round twice."""
 
     class Killed(BaseException):

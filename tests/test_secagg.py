@@ -158,7 +158,7 @@ def test_widths():
 
 
 def test_what_the_server_receives_is_uniform_and_new_in_every_run():
-    """The same vectors, all zero but for one number, in two runs to which the server gives one name: each byte is uniform
+    """The same vectors, all zero but for one number, in two runs that the server gives one name: each byte is uniform
     (chi-square), and between the runs every bit position differs, in half of the numbers."""
     count, size = 5, 4000
     vectors, runs = np.zeros((count, size), np.int64), []
