@@ -1,6 +1,8 @@
 """Federations on Flower's own processes, for tests: SuperLink, SuperNodes and resident workers on loopback."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -92,3 +94,31 @@ def local(text, folder):
         w = vector(run(job, engine).w)
         rows = list(rows_of(engine.shard.store).values())
     return w, files, rows, result["lines"]
+
+
+@contextmanager
+def begun(federation, config, *options):
+    """`qupel flower run` in the background. Whatever happens, it is ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qupel", "flower", "run", str(federation.folder), str(config), *map(str, options)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def until(condition, seconds=600.0, process=None):
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < limit, "it never came to pass"
+        time.sleep(0.1)
+
+
+def rounds_done(target):
+    path = target / "progress.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0

@@ -11,11 +11,8 @@ import os
 import signal
 import socketserver
 import ssl
-import subprocess
 import sys
 import threading
-import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +21,7 @@ import pytest
 import torch
 
 import flower_bench as bench
-from flower_fleet import exported, fleets, job_of, local, qupel
+from flower_fleet import begun, exported, fleets, job_of, local, qupel, rounds_done, until
 from qupel.engine import group as groups
 from qupel.engine.rounds import run
 from qupel.flower import frames, processes
@@ -262,34 +259,6 @@ def test_a_server_that_outlived_its_superlink(tmp_path):
 
 
 # --- faults; long, because Flower takes its time to see that somebody is gone ---
-
-
-@contextmanager
-def begun(federation, config, *options):
-    """`qupel flower run` in the background. Whatever happens, it is ended."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "qupel", "flower", "run", str(federation.folder), str(config), *map(str, options)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-
-
-def until(condition, seconds=600.0, process=None):
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert process is None or process.poll() is None, process.communicate()
-        assert time.monotonic() < limit, "it never came to pass"
-        time.sleep(0.1)
-
-
-def rounds_done(target):
-    path = target / "progress.jsonl"
-    return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def in_round(target, federation, client, round):

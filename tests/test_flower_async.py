@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import threading
 
 import pytest
@@ -108,10 +109,10 @@ def test_the_slow_client_is_not_waited_for_and_counts_by_its_age(tmp_path, monke
     assert math.isfinite(float(vector(finished.w).norm()))
 
 
-@pytest.mark.parametrize("at", [0, 2, 5, 8])
+@pytest.mark.parametrize("at", range(12))
 def test_a_killed_run_loses_no_upload_and_counts_none_twice(tmp_path, at, monkeypatch):
-    """The server dies after so many answers; resumed, every (client, round) that was asked for counts at most once, and
-    only those that are still open at the end not at all. Clients train no round twice."""
+    """The server dies after so many answers of twelve; resumed, every (client, round) that was asked for counts at most
+    once, and only those that are still open at the end not at all. Clients train no round twice."""
 
     class Killed(BaseException):
         pass
@@ -198,6 +199,29 @@ def test_a_client_that_is_ill_three_times_is_left_alone_for_a_while(tmp_path):
     refused = [text for line in told(tmp_path / "run") for text in line["refused"]]
     assert len(refused) == 3
     assert "3 times in a row: left alone until round 9" in refused[2]
+
+
+def test_also_in_asynchronous_rounds(tmp_path):
+    """Its first three answers cannot be used; in the five rounds after the third it has no question."""
+    sick = []
+
+    def twist(client, header, reply):
+        if client != 1 or header["kind"] != "train" or len(sick) == 3:
+            return [reply]
+        sick.append(header["round"])
+        return [Reply(1, {"error": "it declined; its own log says why"})]
+
+    post = Slow(bench.clients(tmp_path), others=0)
+    post.twist = twist
+    conduct(bench.request(tmp_path / "run", config(14, 1), minimum=2, buffer=2), post)
+    refused = [text for line in told(tmp_path / "run") for text in line["refused"]]
+    assert [text.startswith("client 1: it declined") for text in refused] == [True] * 3
+    (until,) = re.findall(r"3 times in a row: left alone until round (\d+)", refused[2])
+    back = int(until) - 1  # counted from 0
+    asked = [r for kind, r, client in post.asked if (kind, client) == ("train", 1)]
+    assert asked[:3] == sick
+    assert back - sick[2] >= 6
+    assert asked[3] == back
 
 
 def test_who_is_needed_is_asked_however_ill(tmp_path):

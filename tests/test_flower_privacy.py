@@ -2,6 +2,7 @@
 server says, whenever anybody is killed."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,11 +11,12 @@ import sys
 import numpy as np
 import pytest
 import torch
+from scipy import optimize, stats
 
 import flower_bench as bench
 from flower_bench import Direct
 from qupel.engine.rounds import Failed
-from qupel.flower import audit, boundary
+from qupel.flower import audit, boundary, ledger, watch
 from qupel.flower.ledger import LEDGER
 from qupel.flower.server import conduct
 from qupel.util.errors import UserError
@@ -154,6 +156,36 @@ def test_a_resumed_server_gets_the_kept_answers(tmp_path):
     conduct(run, post)
     assert heard == {client: again[client] for client in heard}
     assert [spent(tmp_path, i)["rounds"] for i in range(3)] == [5, 5, 5]
+
+
+def test_what_all_answers_cost_together(tmp_path, question, capsys):
+    """T Gaussians with noise z are one with z / sqrt(T), whose epsilon is known (Balle and Wang, ICML 2018, theorem 8);
+    the owner is told by `qupel flower audit`."""
+    pytest.importorskip("dp_accounting")
+    header, body = question
+    (client, *_) = private(tmp_path).clients
+    for round in range(4):
+        client.answer({**header, "round": round}, body)
+    z = math.sqrt(2 * math.log(1.25 / 1e-6)) / 0.1 / math.sqrt(4)
+
+    def left(e):
+        return stats.norm.cdf(0.5 / z - e * z) - math.exp(e) * stats.norm.cdf(-0.5 / z - e * z) - 4e-6
+
+    together = optimize.brentq(left, 0, 1)
+    assert together < 0.4 / 2
+    added = "4 rounds answered with noise; added up epsilon 0.4, delta 4e-06"
+    assert ledger.spent(tmp_path / "state-0").told() == f"{added}; together, at that delta, epsilon {together:.3g}"
+    (tmp_path / "client.toml").write_text((tmp_path / "client-0.toml").read_text())
+    watch.show_log(tmp_path, every=False)
+    assert f"privacy: {added}; together" in capsys.readouterr().out
+    path = tmp_path / "state-0" / LEDGER
+    before = {k: v for k, v in json.loads(path.read_text()).items() if k != "squares"}  # of an older version
+    path.write_text(json.dumps(before))
+    client.answer({**header, "round": 4}, body)
+    assert spent(tmp_path)["squares"] is None
+    assert (
+        ledger.spent(tmp_path / "state-0").told() == "5 rounds answered with noise; added up epsilon 0.5, delta 5e-06"
+    )
 
 
 KILLED = """

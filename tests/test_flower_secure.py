@@ -28,7 +28,7 @@ pytest.importorskip("cryptography")
 from cryptography.hazmat.primitives import serialization as form
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from qupel.flower.secagg import pack, unpack
+from qupel.flower.secagg import Party, pack, signed_text, unpack
 
 SECURE = SecureConfig(clip=0.5, bits=32)
 LIGHT = f"""
@@ -137,6 +137,10 @@ def test_a_client_that_goes_in_a_round_and_comes_back(tmp_path, kind):
     done = {d.client: d for d in fleet.train(1, w, range(5))}
     assert seen
     assert done[-1].share == (5 if kind == "open" else 4)
+    kept = [tmp_path / f"state-{i}/job-1/round-000001/upload.bin" for i in range(5) if kind == "open" or i != 2]
+    total = sum(np.frombuffer(path.read_bytes()[:-4], "<i4").astype(np.int64) for path in kept)
+    expected = torch.from_numpy(total * (0.5 / (2**31 - 1)) / len(kept)).float()
+    assert torch.equal(done[-1].upload.rows[0], expected)  # of their own integers, bit for bit
     assert (done[2].fault is None) == (kind == "open")  # who has masked is in the sum
     again = {d.client: d for d in fleet.train(2, w, range(5))}
     assert again[-1].share == 5
@@ -265,6 +269,26 @@ def test_a_client_with_a_wrong_key_is_named_where_the_server_knows_the_keys(tmp_
     assert done[-1].share == 4
 
 
+@pytest.mark.parametrize("at", [0, 32])
+def test_a_client_with_keys_that_nobody_can_agree_with_is_named(tmp_path, monkeypatch, at):
+    """Points of small order, well signed: the others could not answer, and would be left out in its place."""
+    real = Party.advertise
+
+    def advertise(self):
+        advert = real(self)
+        if self.client != 4:
+            return advert
+        keys = advert[:at] + bytes(32) + advert[at + 32 : 96]
+        return keys + self.sign(signed_text(4, keys, self.rules))
+
+    monkeypatch.setattr(Party, "advertise", advertise)
+    fleet = open_fleet(request(tmp_path / "run"), federation(tmp_path))
+    fleet.peers = tmp_path / "keys-0"
+    done = {d.client: d for d in fleet.train(0, (torch.zeros(fleet.size),), range(5))}
+    assert {i: d.fault for i, d in done.items() if d.fault} == {4: "its keys cannot be used"}
+    assert done[-1].share == 4
+
+
 def test_a_stopped_run_goes_on(tmp_path):
     folder, post, rounds = request(tmp_path / "run"), federation(tmp_path), []
     with pytest.raises(Stopped):
@@ -295,13 +319,57 @@ def test_a_private_client_takes_part(tmp_path):
     assert all(line["refused"] == [] for line in told(tmp_path / "run"))
 
 
+def covered(text: str) -> str:
+    return LIGHT.replace("[model]", f"[privacy]\n{text}\n[model]", 1)
+
+
+@pytest.mark.parametrize("how", ["privacy", "norm bound"])
+def test_fixed_point_makes_no_move_longer_than_the_clip_that_is_counted(tmp_path, how):
+    """A move as long as the clip, rounded at random to sixteen coarse bits, may become longer."""
+    secure = SecureConfig(clip=1.0, bits=16)
+    text = (
+        covered("clip = 0.01\nnoise = 2")
+        if how == "privacy"
+        else f'{LIGHT}server = {{name = "private", clip = 0.01}}\n'
+    )
+    text = text.replace("[methods.QuPeL]", "[methods.QuPeL]\neta1 = 5.0")
+    fleet = open_fleet(request(tmp_path / "run", text=text, secure=secure), federation(tmp_path))
+    list(fleet.train(0, (torch.full((fleet.size,), 0.01),), range(5)))
+    step, least = 1.0 / (2**15 - 1), []
+    for i in range(5):
+        kept = np.frombuffer((tmp_path / f"state-{i}/job-1/round-000000/upload.bin").read_bytes()[:-4], "<i2")
+        least.append(float(np.linalg.norm(kept * step)))
+    assert max(least) <= 0.01
+    assert min(least) > 0.01 - 2 * step * np.sqrt(fleet.size)  # they were clipped
+
+
+def test_shared_noise_is_whole_in_the_sum_or_the_run_says_why(tmp_path):
+    """Ten clips of noise on the sum of five, each of which adds its part; cut at secure.clip it would be less."""
+    text = covered('kind = "shared"\nclip = 0.01\nnoise = 10')
+    said = r"secure.clip = 0.2: it would cut the clients' noise, of deviation 0.0447; 0.368 and more keep it whole"
+    folder = request(tmp_path / "cut", text=text, secure=SecureConfig(clip=0.2))
+    with pytest.raises(UserError, match=said):
+        conduct(folder, federation(tmp_path / "a"))
+    secure = SecureConfig(clip=0.5, bits=32)
+    fleet = open_fleet(request(tmp_path / "run", text=text, secure=secure), federation(tmp_path / "b"))
+    done = {d.client: d for d in fleet.train(0, (torch.zeros(fleet.size),), range(5))}
+    moved = 5 * done[-1].upload.rows[0]
+    assert float(moved.std()) == pytest.approx(0.1, rel=5 / np.sqrt(2 * fleet.size))
+
+
+def test_rounding_that_is_as_large_as_a_private_move_is_refused(tmp_path):
+    folder = request(tmp_path / "run", text=covered("clip = 0.001\nnoise = 2"), secure=SecureConfig(clip=1.0))
+    with pytest.raises(UserError, match="rounding to 16 bits may move an upload by more than half of its clip"):
+        conduct(folder, federation(tmp_path))
+
+
 # --- what cannot be combined ---
 
 
 def test_servers_that_need_more_than_a_sum_are_refused(tmp_path):
     able = {name for name in servers if sums(servers[name]())}
     assert {"mean", "fedavgm", "fedadam"} <= able
-    assert not {"median", "trimmed", "normbound"} & able
+    assert not {"median", "trimmed", "normbound", "krum"} & able
     text = f'{LIGHT}server = "median"\n'
     with pytest.raises(
         UserError, match="server 'median' looks at uploads one by one, and with secure there is only their sum"
@@ -495,6 +563,35 @@ def test_a_run_is_replayed_to_the_same_bits(tmp_path, terms):
     (w + np.float32(1e-3)).tofile(folder / "w.bin")
     with pytest.raises(UserError, match=r"w.bin is .* replayed it is"):
         replay(folder)
+
+
+def test_a_private_run_is_replayed_to_the_same_bits(tmp_path):
+    """Also where a round was made again to another sum, which had noise of its own: the ledger says which."""
+    post, rounds = federation(tmp_path), []
+
+    def stop():
+        rounds.append(1)
+        if len(rounds) == 2:
+            raise KeyboardInterrupt
+
+    away = (0, "train", 1)
+    post.twist = lambda i, header, reply: [] if (i, header["kind"], header.get("round")) == away else [reply]
+    folder = request(tmp_path / "run", text=covered("clip = 0.1\nnoise = 2"), secure=None, audit=True)
+    with pytest.raises(KeyboardInterrupt):
+        conduct(folder, post, should_stop=stop)
+    away = ()
+    finished = conduct(folder, post)
+    ledger = folder / "privacy.json"
+    (run,) = json.loads(ledger.read_text())["runs"].values()
+    assert [len(sums) for sums in run["rounds"].values()] == [1, 2, 1, 1, 1]
+    before = ledger.read_bytes()
+    assert replay(folder) == (5, hashlib.sha256(vector(finished.w).numpy().tobytes()).hexdigest())
+    assert ledger.read_bytes() == before
+    for name in ("privacy.json", "noise.key"):
+        (folder / name).rename(folder / "away")
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            replay(folder)
+        (folder / "away").rename(folder / name)
 
 
 def test_a_server_that_changes_what_it_was_sent_is_found_out(tmp_path):

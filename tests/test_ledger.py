@@ -18,7 +18,7 @@ from qupel.engine.accounting import Budget, Release, epsilon, noise_for
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.inline import Inline
 from qupel.engine.ledger import Ledger, Spent, planned, release_of
-from qupel.engine.rounds import Failed, run
+from qupel.engine.rounds import Failed, Shared, Stopped, one_round, run
 from qupel.engine.workers import Pool, Workers
 from qupel.parts.base import Upload, vector
 from qupel.parts.methods.fedavg import FedAvg
@@ -214,23 +214,27 @@ def test_a_run_that_costs_too_much_does_not_begin(tmp_path):
     assert not (tmp_path / "privacy.json").exists()
 
 
+class Absent:
+    """An engine where client 0 is not there in one round."""
+
+    def __init__(self, engine, at):
+        self.engine, self.at = engine, at
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def train(self, round, w, clients):
+        for done in self.engine.train(round, w, clients):
+            yield replace(done, upload=None, fault="away") if (round, done.client) == (self.at, 0) else done
+
+
+def sums_of(path, run="run"):
+    return {r: len(sums) for r, sums in json.loads(path.read_text())["runs"][run]["rounds"].items()}
+
+
 def test_the_run_ends_before_the_budget_is_exceeded(tmp_path):
     """A round that is made again with another sum costs again; what was planned is then too much."""
     job = private_job(noise=10.0, budget=gaussian(10.0 / math.sqrt(4)) * 1.01)
-
-    class Absent:
-        """Once, a client is not there."""
-
-        def __init__(self, engine, at):
-            self.engine, self.at = engine, at
-
-        def __getattr__(self, name):
-            return getattr(self.engine, name)
-
-        def train(self, round, w, clients):
-            for done in self.engine.train(round, w, clients):
-                yield replace(done, upload=None, fault="away") if (round, done.client) == (self.at, 0) else done
-
     path = tmp_path / "privacy.json"
 
     def stop():
@@ -240,8 +244,68 @@ def test_the_run_ends_before_the_budget_is_exceeded(tmp_path):
         run(job, Absent(engine, 0), ledger=Ledger(path, "run", job), should_stop=stop)
     with Inline(job) as engine, pytest.raises(Spent, match=r"round 4 would make epsilon .* after 3 of 5 rounds"):
         run(job, engine, ledger=Ledger(path, "run", job))
-    entries = json.loads(path.read_text())["runs"]["run"]["rounds"]
-    assert {r: len(sums) for r, sums in entries.items()} == {"0": 2, "1": 1, "2": 1}
+    assert sums_of(path) == {"0": 2, "1": 1, "2": 1}
+
+
+def test_a_second_sum_of_the_last_round_is_not_released_beyond_the_budget(tmp_path):
+    """Killed when the last round was paid for; made again without a client, it is another sum, and one too many."""
+    job = private_job(noise=10.0, budget=gaussian(10.0 / math.sqrt(4)) * 1.01)
+    rounds = []
+
+    def stop():
+        rounds.append(1)
+        if len(rounds) == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_it(job, tmp_path, should_stop=stop)
+    before = (tmp_path / "privacy.json").read_text()
+    with Inline(job) as engine, pytest.raises(Spent, match="round 4 would make epsilon"):
+        run(job, Absent(engine, 3), ledger=Ledger(tmp_path / "privacy.json", "run", job))
+    assert (tmp_path / "privacy.json").read_text() == before
+    run_it(job, tmp_path)  # with the same sums it is finished
+    assert (tmp_path / "privacy.json").read_text() == before
+
+
+def test_shared_noise_that_stays_away_ends_the_run_before_the_budget_is_exceeded(tmp_path):
+    """The sum of the last round has less noise than was planned: it is not released."""
+    job = private_job(noise=10.0, kind="shared", budget=gaussian(10.0 / math.sqrt(4)) * 1.001)
+    path = tmp_path / "privacy.json"
+    with Inline(job) as engine, pytest.raises(Spent, match="round 4 would make epsilon"):
+        run(job, Absent(engine, 3), ledger=Ledger(path, "run", job))
+    assert sums_of(path) == {"0": 1, "1": 1, "2": 1}
+
+
+def test_another_run_meanwhile_is_seen_before_a_sum_is_released(tmp_path):
+    """Both have begun when there was room for one."""
+    job = private_job(noise=10.0, budget=gaussian(10.0 / math.sqrt(4)) * 1.01)
+    path = tmp_path / "all.json"
+    first = Ledger(path, "a", job)
+    first.begin(0)
+    with Inline(job) as engine:
+        run(job, engine, ledger=Ledger(path, "b", job))
+        with pytest.raises(Spent, match="round 1 would make epsilon"):
+            one_round(job, engine, 0, Shared((Layout.of(job.module).flatten(job.module),), ()), ledger=first)
+    assert list(json.loads(path.read_text())["runs"]) == ["b"]
+
+
+def test_local_noise_costs_what_the_client_that_took_part_most_has_given(tmp_path):
+    """Client 3 has its last round before the others; the run is stopped in between."""
+    job = private_job(noise=20.0, kind="local", sample=0.5)
+    assert [list(job.cohort(r)) for r in range(4)] == [[0, 3], [2, 3], [1, 3], [0, 1]]
+    most = gaussian(10.0 / math.sqrt(3))
+    job = replace(job, budget=Budget(DELTA, most * 1.001))
+    rounds = []
+
+    def stop():
+        rounds.append(1)
+        return len(rounds) == 2
+
+    (tmp_path / "run").mkdir()
+    with pytest.raises(Stopped):
+        run_it(job, tmp_path, checkpoints=Checkpoints(tmp_path / "run", "x"), should_stop=stop)
+    finished = run_it(job, tmp_path, checkpoints=Checkpoints(tmp_path / "run", "x"))
+    assert finished.lines[-1]["privacy"]["epsilon"] == pytest.approx(most, rel=1e-3)
 
 
 def test_other_runs_on_the_same_clients_count(tmp_path):

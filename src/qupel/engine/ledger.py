@@ -15,7 +15,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -57,19 +57,24 @@ def private_part(phase: Phase) -> Covering | None:
     return covering(phase.server) if sends(phase.method) else None
 
 
-def planned(job: Job, but: Collection[int] = ()) -> Releases:
-    """What the whole job tells, but for some of its rounds; with local noise, of the client that takes part most."""
+def planned(job: Job, but: Collection[int] = (), taken: Mapping[Release, Mapping[int, int]] | None = None) -> Releases:
+    """What the whole job tells, but for some of its rounds; with local noise, of the client that takes part most.
+    taken: with local noise, rounds in which each client has taken part before these."""
     counts: Counter[Release] = Counter()
+    took_part = {release: Counter(clients) for release, clients in (taken or {}).items()}
     first = 0
     for phase in job.phases:
         if cover := private_part(phase):
+            release = release_of(job, cover)
             rounds = [round for round in range(first, first + phase.rounds) if round not in but]
             if cover.kind == "local":
-                took_part = Counter(client for round in rounds for client in job.cohort(round))
-                counts[release_of(job, cover)] += max(took_part.values(), default=0)
+                cohorts = (client for round in rounds for client in job.cohort(round))
+                took_part.setdefault(release, Counter()).update(cohorts)
             else:
-                counts[release_of(job, cover)] += len(rounds)
+                counts[release] += len(rounds)
         first += phase.rounds
+    for release, clients in took_part.items():
+        counts[release] += max(clients.values(), default=0)
     return counts
 
 
@@ -120,8 +125,9 @@ class Ledger:
             )
         if self.budget.epsilon is None:
             return
-        rest = planned(self.job, {int(round) for round in paid})
-        whole = self.cost(Counter(self._made(self.run)) + Counter(rest))
+        rest = planned(self.job, {int(round) for round in paid}, self._taken())
+        made = {release: count for release, count in self._made(self.run).items() if release.sampling != "local"}
+        whole = self.cost(Counter(made) + Counter(rest))
         if whole > self.budget.epsilon * SLACK:
             others = self.cost(Counter()) if len(self.known["runs"]) > 1 else 0.0
             before = f", {others:.3g} of it by other runs" if others else ""
@@ -131,12 +137,21 @@ class Ledger:
             )
 
     def afford(self, round: int) -> None:
-        """Raise `Spent` unless one more release of this round is within the budget."""
+        """Raise `Spent` unless a release of this round, to all that are drawn, is within the budget."""
         cover = private_part(self.job.phases[self.job.locate(round)[0]])
-        if cover is None or self.budget.epsilon is None or str(round) in self._own["rounds"]:
+        if cover is not None and str(round) not in self._own["rounds"]:
+            self._check(round, release_of(self.job, cover), self.job.cohort(round))
+
+    def _check(self, round: int, release: Release, clients: Sequence[int]) -> None:
+        """Raise `Spent` unless one more release, of these clients, is within the budget."""
+        if self.budget.epsilon is None:
             return
         own = Counter(self._made(self.run))
-        own[release_of(self.job, cover)] += 1
+        if release.sampling == "local":
+            taken = self._taken().get(release, {})
+            own[release] = max(own[release], *(1 + taken.get(client, 0) for client in clients), 0)
+        else:
+            own[release] += 1
         if all(count <= self.plan.get(release, 0) for release, count in own.items()) and len(self.known["runs"]) == 1:
             return  # what `begin` has looked at
         if (cost := self.cost(own)) > self.budget.epsilon * SLACK:
@@ -150,14 +165,18 @@ class Ledger:
     def pay(
         self, round: int, cover: Covering, clients: Sequence[int], sums: Sequence[Sum | None]
     ) -> np.random.Generator:
-        """The generator of the noise for these sums of a round; they are paid for when this returns."""
+        """The generator of the noise for these sums of a round; they are paid for when this returns. Raises `Spent`
+        where they cost more than was planned: a second sum of a round, shared noise of too few, another run's rounds
+        meanwhile."""
         digest = _digest(sums, self.job.drawn("digests").bytes(32))
         with self._alone() as known:
             own = known["runs"][self.run]
             entries = own["rounds"].setdefault(str(round), [])
             made = [of for _, of in entries]
             if digest not in made:
-                release = asdict(release_of(self.job, cover, len(clients)))
+                made_of = release_of(self.job, cover, len(clients))
+                self._check(round, made_of, clients)
+                release = asdict(made_of)
                 if release not in own["releases"]:
                     own["releases"].append(release)
                 kind = own["releases"].index(release)
@@ -166,7 +185,7 @@ class Ledger:
                     counts = own["clients"].setdefault(client, [])
                     counts.extend([0] * (kind + 1 - len(counts)))
                     counts[kind] += 1
-                known["neighbours"] = Release(**release).neighbours
+                known["neighbours"] = made_of.neighbours
                 made.append(digest)
                 write_sealed(self.path, known)
         return noise_of(self.job, round, made.index(digest))
@@ -189,6 +208,16 @@ class Ledger:
                 most = max((counts[k] for counts in entries["clients"].values() if k < len(counts)), default=0)
                 counts[release] = min(counts[release], most)
         return counts
+
+    def _taken(self) -> dict[Release, dict[int, int]]:
+        """Local releases of this run -> in how many of them each client took part."""
+        kinds = {k: Release(**release) for k, release in enumerate(self._own["releases"])}
+        clients = self._own["clients"].items()
+        return {
+            release: {int(client): counts[k] for client, counts in clients if k < len(counts)}
+            for k, release in kinds.items()
+            if release.sampling == "local"
+        }
 
     def cost(self, own: Releases) -> float:
         """Epsilon of these releases and of all other runs'."""

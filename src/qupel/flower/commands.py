@@ -228,9 +228,7 @@ def run(
     cell: Annotated[str | None, typer.Option("--cell", help="METHOD-sSEED, when the config has several")] = None,
     name: Annotated[str | None, typer.Option(help="of the run (default: the config's name and the time)")] = None,
     set: Annotated[list[str] | None, typer.Option("--set", help="override a key: --set rounds=10")] = None,
-    minimum: Annotated[
-        int | None, typer.Option(min=1, help="clients a round needs (default: all that are let in)")
-    ] = None,
+    minimum: Annotated[int | None, typer.Option(min=1, help="clients a round needs (all that are let in)")] = None,
     deadline: Annotated[float, typer.Option(min=1, help="seconds a round may take")] = 120.0,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait until enough clients are there")] = 600.0,
     upload: Annotated[str, typer.Option(help="codec of what clients send: fp32, fp16, int8")] = "fp32",
@@ -238,7 +236,7 @@ def run(
     mode: Annotated[
         Literal["sync", "async"], typer.Option(help="a round waits for all that are asked, or for --buffer uploads")
     ] = "sync",
-    buffer: Annotated[int, typer.Option(min=1, help="uploads that make a round of --mode async")] = 3,
+    buffer: Annotated[int | None, typer.Option(min=1, help="uploads that make a round of --mode async (3)")] = None,
     target_epsilon: TargetEpsilon = None,
     delta: Delta = None,
     secure: Annotated[bool, typer.Option("--secure", help="the server gets sums of uploads only")] = False,
@@ -251,6 +249,7 @@ def run(
     """Run a federation: every client ends with its own small model, on its own disk."""
     require_flower()
     from qupel.flower.folder import Federation
+    from qupel.flower.late import buffer_of
     from qupel.flower.secure import check_secure
     from qupel.flower.server import Request, Terms, check_told
     from qupel.parts.codecs import codecs
@@ -270,7 +269,7 @@ def run(
     here = max(1, federation.clients - len(federation.revoked()))
     masked = parsed.secure or (SecureConfig() if secure else None)
     least = minimum or (max(LEAST_SUM, int(here * parsed.sample * masked.threshold) + 1) if masked else here)
-    late = buffer if mode == "async" else 0
+    late = buffer_of(mode, buffer, here)
     terms = Terms(federation.clients, least, deadline, patience, upload, most_weight, late, masked, audit)
     check_told(parsed, terms)
     if masked:

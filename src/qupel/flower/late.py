@@ -29,6 +29,7 @@ from qupel.engine.rounds import Failed
 from qupel.engine.shard import Trained
 from qupel.flower.post import Reply, wait_for
 from qupel.parts.base import Rows, Upload, vector
+from qupel.util.errors import UserError
 from qupel.util.files import check_files, checksums, read_json, write_atomic, write_json
 
 if TYPE_CHECKING:
@@ -36,7 +37,19 @@ if TYPE_CHECKING:
 
 ASKED = "asked.json"  # in a checkpoint
 TRIES = 3  # of a round that nobody answers
+BUFFER = 3  # uploads that make a round, unless said otherwise
 Answered = tuple[int, int, Reply | Exception | None]  # client, round it was asked in, what came; None: nothing in time
+
+
+def buffer_of(mode: str, buffer: int | None, clients: int) -> int:
+    """Uploads that make a round, as `--mode` and `--buffer` say; 0: rounds wait for all."""
+    if mode != "async":
+        if buffer is not None:
+            raise UserError(f"--buffer {buffer}: rounds of --mode {mode} have none; add --mode async")
+        return 0
+    if buffer is not None and buffer > clients:
+        raise UserError(f"--buffer {buffer}: more uploads than the {clients} clients have under way")
+    return min(buffer or BUFFER, clients)
 
 
 class Late:

@@ -7,6 +7,7 @@ server that did anything but its job's servers do with what it got is found at t
 from __future__ import annotations
 
 import hashlib
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,17 +16,20 @@ from typing import Any
 
 import numpy as np
 
+from qupel.engine.accounting import Budget
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.job import Job
+from qupel.engine.ledger import Ledger
 from qupel.engine.rounds import Failed, run
 from qupel.engine.shard import SUM, Judged, Trained
 from qupel.flower import chain
 from qupel.flower.roundlog import FOLDER, LOG, hash_of
 from qupel.flower.secure import codec_of, mean_of
-from qupel.flower.server import Request, described
+from qupel.flower.server import SECRET, Request, described
 from qupel.flower.task import Task
 from qupel.flower.wire import decode
 from qupel.parts.base import Deployed, Rows, Upload
+from qupel.run.privacy import open_ledger
 from qupel.util.errors import UserError
 from qupel.util.files import Damaged
 
@@ -88,11 +92,14 @@ class Recorded:
 def replay(folder: Path) -> tuple[int, str]:
     """(rounds, hash of w) of a finished run, computed anew from its log; raises at the first thing that differs."""
     request = Request.read(folder)
+    if request.config.privacy is not None and not (folder / SECRET).exists():
+        raise UserError(f"{folder / SECRET} is missing: the noise cannot be drawn again without it")
     job, task = described(folder, request)
     recorded = Recorded(folder, task)
     with tempfile.TemporaryDirectory(prefix="replay-") as scratch:
         checkpoints = Checkpoints(Path(scratch), task.job)  # a server that went back does so here, too
-        finished = run(unjudged(job), recorded, checkpoints=checkpoints)
+        ledger = copied(request, job, folder, Path(scratch))
+        finished = run(unjudged(job), recorded, checkpoints=checkpoints, ledger=ledger)
     found = hash_of(finished.w)
     if recorded.end is None:
         raise UserError(f"{folder / LOG} has no end: the run is not finished")
@@ -102,6 +109,17 @@ def replay(folder: Path) -> tuple[int, str]:
     if found != kept:
         raise UserError(f"{folder / 'w.bin'} is {kept[:16]}, replayed it is {found[:16]}")
     return job.rounds, found
+
+
+def copied(request: Request, job: Job, folder: Path, scratch: Path) -> Ledger | None:
+    """The ledger of a private run: which noise a sum had depends on the other sums that its round was made of."""
+    kept = open_ledger(request.config, job, folder, request.job)
+    if kept is None or job.budget is None:
+        return None
+    if not kept.path.exists():
+        raise UserError(f"{kept.path} is missing: the ledger of a private run says which noise its sums had")
+    shutil.copy(kept.path, scratch / kept.path.name)
+    return Ledger(scratch / kept.path.name, kept.run, replace(job, budget=Budget(job.budget.delta)))
 
 
 def unjudged(job: Job) -> Job:

@@ -157,6 +157,19 @@ def is_signed(client: int, advert: bytes, rules: Rules, verify: Verify) -> bool:
     return len(keys) == _ADVERT.size and verify(client, signed_text(client, keys, rules), signature)
 
 
+def is_usable(advert: bytes) -> bool:
+    """Whether others can agree on secrets with these keys: with a point of small order nobody can."""
+    if len(advert) < _ADVERT.size:
+        return False
+    own = X25519PrivateKey.generate()
+    try:
+        for public in (advert[:32], advert[32:64]):
+            own.exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError:
+        return False
+    return True
+
+
 def pack(table: Mapping[int, bytes]) -> bytes:
     """client -> bytes, as bytes."""
     return b"".join(_ENTRY.pack(client, len(table[client])) + table[client] for client in sorted(table))

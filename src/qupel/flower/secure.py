@@ -6,8 +6,10 @@ of a_k, in fixed point: from their sums over clients the server has the same wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,13 +18,15 @@ from qupel.flower.wire import encode, without_shares
 from qupel.parts.base import Rows, Upload
 from qupel.parts.codecs.fixed import Fixed, Integers
 from qupel.parts.phase import Phase
-from qupel.parts.servers.base import servers, sums
+from qupel.parts.servers.base import Covering, servers, sums
 from qupel.run.sections import SecureConfig
 from qupel.util.errors import UserError
 
 if TYPE_CHECKING:
     from qupel.flower.secagg import Rules
     from qupel.flower.task import Task
+
+DEVIATIONS = 8  # of a client's noise that secure.clip leaves room for: one number in 10^15 is cut
 
 
 def codec_of(secure: SecureConfig) -> Fixed:
@@ -65,6 +69,25 @@ def mean_of(codec: Fixed, total: Integers, clients: int, w: Rows) -> Upload:
     )
     whole = bool((shares == clients).all())
     return Upload(means, None if whole else torch.from_numpy((shares / clients).astype(np.float32)))
+
+
+def in_fixed_point(cover: Covering, secure: SecureConfig, numbers: int) -> Covering:
+    """A private server as clients are told it. Rounding moves each number by up to a step: the clip makes room for it,
+    so that a client moves the sum by no more than is counted. Raises where secure.clip would cut the clients' noise."""
+    if cover.kind == "local" or not math.isfinite(cover.clip):  # rounded afterwards: that tells no more
+        return cover
+    deviation = cover.noise * cover.clip
+    if cover.kind == "shared" and deviation:
+        part = deviation / math.sqrt(cover.clients or 1.0)
+        if secure.clip < (least := cover.clip + DEVIATIONS * part):
+            cut = f"it would cut the clients' noise, of deviation {part:.3g}; {least:.3g} and more keep it whole"
+            raise UserError(f"secure.clip = {secure.clip:g}: {cut}")
+    clip = cover.clip - codec_of(secure).step * math.sqrt(numbers)
+    if clip < cover.clip / 2:
+        far = f"rounding to {secure.bits} bits may move an upload by more than half of its clip, {cover.clip:g}"
+        raise UserError(f"secure.clip = {secure.clip:g}: {far}; use secure.bits = 32, or a smaller secure.clip")
+    known: Any = cover
+    return replace(known, clip=clip, noise=deviation / clip)
 
 
 def check_secure(phases: Sequence[Phase], weighted: bool, upload: str) -> None:

@@ -84,7 +84,7 @@ class OneSum:
     def run(self, w: Rows, asked: Sequence[int]) -> Integers:
         """The sum; raises `GivenUp`."""
         from qupel.flower.peers import verifier
-        from qupel.flower.secagg import is_signed, pack, unpack
+        from qupel.flower.secagg import is_signed, is_usable, pack, unpack
 
         verify = verifier(self.fleet.peers) if self.fleet.peers else None
         adverts = {}
@@ -93,6 +93,9 @@ class OneSum:
                 continue
             if verify and not is_signed(client, body, self.sums.rules, verify):  # the others would refuse, unnamed
                 self._fault(client, "its keys are not signed with its key of the federation")
+                continue
+            if not is_usable(body):  # the others could not answer
+                self._fault(client, "its keys cannot be used")
                 continue
             self.done[client] = Trained(client, None, self.fleet.told(heard))
             adverts[client] = body

@@ -11,10 +11,12 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from qupel.core.layout import Layout
 from qupel.deploy.budget import parse_size
 from qupel.engine.job import Job
 from qupel.flower.boundary import HASH, JOB, MOST_METRICS
 from qupel.flower.policy import Policy
+from qupel.flower.secure import in_fixed_point
 from qupel.parts.codecs import codecs
 from qupel.parts.methods.base import row_per_network
 from qupel.parts.phase import Phase
@@ -114,9 +116,11 @@ def named_modules(config: Config) -> list[str]:
     return sorted(found)
 
 
-def sent(phase: Phase) -> dict[str, Any]:
-    """A phase as clients are told it: without the server's part, but for what it wants of them: a clip, and noise."""
+def sent(phase: Phase, secure: SecureConfig | None = None, numbers: int = 0) -> dict[str, Any]:
+    """A phase as clients are told it: without the server's part, but for what it wants of them: a clip, and noise.
+    numbers: of an upload, where it is summed unseen."""
     cover: Any = covering(phase.server)
+    cover = in_fixed_point(cover, secure, numbers) if cover and secure else cover
     return replace(phase, server=replace(cover, server=None) if cover else Mean()).table()
 
 
@@ -158,6 +162,7 @@ class Task(Wanted):
         cls, job: Job, config: Config, cell: Cell, *, name: str, upload: str, secure: SecureConfig | None = None
     ) -> Task:
         """What clients must know of the server's job."""
+        numbers = Layout.of(job.module).size
         described = Wanted.of_config(config, cell).model_dump() | {
             "job": name,
             "label": cell.label,
@@ -166,7 +171,7 @@ class Task(Wanted):
             "shape": list(job.data.shape),
             "classes": job.data.classes,
             "clients": len(job.parts),
-            "phases": [sent(phase) for phase in job.phases],
+            "phases": [sent(phase, secure, job.rows_of(k) * numbers) for k, phase in enumerate(job.phases)],
             "local_steps": job.local_steps,
             "batch": job.batch,
             "epoch_steps": job.client_epoch_steps,

@@ -51,6 +51,7 @@ def show_log(folder: Path, every: bool) -> None:
     """Of a client or of a run: whether its log is whole, its last hash, and of a client what left, by job."""
     from qupel.flower import chain, clean, roundlog
     from qupel.flower.audit import LOG, accounts
+    from qupel.flower.ledger import spent
 
     if (folder / "client.toml").exists():
         path = clean.state_of(folder) / LOG
@@ -68,6 +69,8 @@ def show_log(folder: Path, every: bool) -> None:
             row = (job or "-", a.first, a.last, str(len(a.rounds)), str(a.answers), f"{a.left:,}", why)
             table.add_row(*(Text(shown(text, 1000)) for text in row))
         out.print(table)
+        if (paid := spent(path.parent)).rounds:
+            out.print(f"privacy: {paid.told()}", highlight=False, soft_wrap=True)
     head = lines[-1].hash if lines else "none"
     out.print(
         f"{shown(path)}: {len(lines)} lines, none changed; the last hash: {head}", highlight=False, soft_wrap=True
