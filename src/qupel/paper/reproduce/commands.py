@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from qupel.run.commands import Reuse
 from qupel.util.terminal import Watcher, out, plain, shown, stop_requests
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def reproduce(
     other_versions: Annotated[
         bool, typer.Option("--other-versions", help="resume what other versions of the packages began")
     ] = False,
+    reuse: Reuse = None,
     publish: Annotated[
         Path | None, typer.Option("--publish", help="run nothing; write page, numbers and figure to this folder")
     ] = None,
@@ -59,7 +62,7 @@ def reproduce(
         out.print(f"drawn: {', '.join(shown(p) for p in draw_figure(run))}", soft_wrap=True)
     else:
         config = plan.build(table, scale, seeds, data)
-        _run(table, scale, config, run, workers, resume, device, tensorboard, other_versions)
+        _run(table, scale, config, run, workers, resume, device, tensorboard, other_versions, reuse or ())
 
 
 def _run(
@@ -72,6 +75,7 @@ def _run(
     device: str,
     tensorboard: bool,
     other_versions: bool,
+    reuse: Sequence[Path],
 ) -> None:
     from qupel.paper.reproduce import plan
     from qupel.paper.reproduce.publish import write_tables
@@ -95,7 +99,7 @@ def _run(
             resume=True,
             watch=tell,
             should_stop=should_stop,
-            reuse=others,
+            reuse=[*others, *reuse],
             device=device,
             other_versions=True,  # as said above
         )
