@@ -34,6 +34,7 @@ check: lint types test
 bench:
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	.venv-bench/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'fluke-fl>=0.8,<0.9' 'nvflare>=2.9,<2.10' || echo "without fluke and NVFlare, which do not install here"
 	.venv-bench/bin/python benchmarks/peers --out docs/results
 
 bench-quick: $(STAMP)

@@ -28,6 +28,7 @@ from qupel.report.runs import AT, place
 from qupel.report.significance import Gain
 from qupel.report.write import write_report
 from qupel.run.experiment import cells, result_file
+from qupel.run.kept import keep
 from qupel.run.recipes import find
 from qupel.run.settings import Length
 from qupel.run.status import duration, status
@@ -317,6 +318,21 @@ def test_table_3_takes_cells_over_and_runs_the_rest(finished):
 
 def cells_of(r, finished):
     return (c for c in cells(plan.read_config(finished / "table3-smoke")) if c.label == r["label"])
+
+
+def test_kept_cells_are_taken_over(finished, tmp_path):
+    kept = tmp_path / "kept" / "table2-smoke"
+    keep(finished / "table2-smoke", kept)
+    run("table2", tmp_path / "new", reuse=[tmp_path / "kept"])
+    run("table3", tmp_path / "new", reuse=[tmp_path / "kept"])
+    assert not list((tmp_path / "new/table2-smoke").glob("cells/*/metrics.jsonl"))  # nothing was trained
+    assert len(list((tmp_path / "new/table3-smoke").glob("cells/*/metrics.jsonl"))) == 2
+    for table in ("table2", "table3"):
+        before, now = (folder / f"{table}-smoke" for folder in (finished, tmp_path / "new"))
+        assert (now / "table.csv").read_text() == (before / "table.csv").read_text()
+    publish(kept, "figure1", tmp_path)  # drawn from what is kept alone
+    run("figure1", finished)
+    assert (tmp_path / "figure1-smoke.png").read_bytes() == (finished / "table2-smoke/figure1.png").read_bytes()
 
 
 def test_status_of_a_finished_run_and_of_none(finished, tmp_path, capsys):

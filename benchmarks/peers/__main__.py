@@ -1,6 +1,7 @@
 """The same federated work on our engine and on its peers, in turns, as ratios.
 
-    make bench      # its own environment, .venv-bench; minutes to hours, on an idle machine
+    make bench      # its own environment, .venv-bench; minutes to hours, on an idle machine; peers that are not
+                    # installed there are left out
     python benchmarks/peers [--only MLP] [--repeats 3] [--data FOLDER] [--out docs/results]
 
 Every framework gets two processes with one thread each, the same first model and the same batches, and has to end with
@@ -17,11 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
-from work import WORKS, prepare
+from work import WORKS, Work, prepare
 
 from qupel.util.files import write_atomic, write_json
 from qupel.util.machine import machine
@@ -29,6 +30,27 @@ from qupel.util.machine import machine
 HERE = Path(__file__).parent
 FAR = 1.5  # times the fastest peer's round: a peer beyond is run once, and counted while its memory is watched
 PEERS = {"QuPeL": "ours.py", "Flower simulation": "flower_peer.py", "pfl": "pfl_peer.py"}
+PEERS |= {"fluke": "fluke_peer.py", "NVFlare simulator": "nvflare_peer.py"}
+PACKAGES = {
+    "QuPeL": "torch",
+    "Flower simulation": "flwr",
+    "pfl": "pfl",
+    "fluke": "fluke-fl",
+    "NVFlare simulator": "nvflare",
+}
+MOST_CLIENTS = {"NVFlare simulator": 100}  # beyond 20 it starts a process for every client of every round: hours
+
+
+def installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
+def peers_of(work: Work) -> list[str]:
+    """The frameworks that are installed and carry so many clients."""
+    return [p for p in PEERS if installed(PACKAGES[p]) and work.clients <= MOST_CLIENTS.get(p, work.clients)]
 
 
 def family(pid: int) -> list[int]:
@@ -86,15 +108,16 @@ def measure(name: str, data: str | None, repeats: int, place: Path) -> dict:
     """All frameworks in turns on one work item."""
     folder = place / name.replace(" ", "-").replace(",", "")
     said = prepare(WORKS[name], folder, data)
-    runs: dict[str, list[dict]] = {peer: [] for peer in PEERS}
+    runs: dict[str, list[dict]] = {peer: [] for peer in peers_of(WORKS[name])}
     fastest = math.inf
     for turn in range(1 + repeats):
-        for peer, script in PEERS.items():
+        for peer in runs:
+            script = PEERS[peer]
             if turn and took_of(runs[peer][0]) > FAR * fastest:
                 continue
             runs[peer].append(run(script, folder, folder / f"{script}-{turn}.json", watch=turn == 0))
             print(f"{name}: {peer} {took_of(runs[peer][-1]):.3f} s a round", flush=True)
-        fastest = min(took_of(several[0]) for peer, several in runs.items() if peer != "QuPeL")
+        fastest = min((took_of(several[0]) for peer, several in runs.items() if peer != "QuPeL"), default=math.inf)
     reference = runs["QuPeL"][0]["w"]
     found = {}
     for peer, several in runs.items():
@@ -113,7 +136,8 @@ def measure(name: str, data: str | None, repeats: int, place: Path) -> dict:
 
 
 def page(results: dict[str, dict]) -> str:
-    versions = ", ".join(f"{package} {version(package)}" for package in ("torch", "flwr", "ray", "pfl"))
+    packages = [package for package in (*PACKAGES.values(), "ray") if installed(package)]
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
     told = machine()
     lines = [
         "# Against the peers",
@@ -123,7 +147,9 @@ def page(results: dict[str, dict]) -> str:
         f"(a peer {FAR} times slower than the fastest is run once, for both: its memory is looked at every half "
         "second while it is timed, which slows it, so that its seconds, here all of Flower's, are upper bounds). Two "
         "processes with one thread each, same first model and batches; the last column: how far the last models are "
-        "apart at most. Evaluation is off everywhere.",
+        "apart at most. Evaluation is off everywhere. fluke trains clients one after the other, so it is one process "
+        "with two threads. NVFlare's simulator has a process for each of up to 20 clients; of 100 it starts one for "
+        "each in every round, two at a time, and with 1,000 it is left out.",
         "",
         "CNN: 5 layers, 797,962 parameters, batch 50. MLP: 64-64-32-10, 6,570 parameters, batch 10; wide MLP: 50,826 "
         "parameters. Ten local steps a round; a client of an MLP has 100 samples, so that a round is an epoch. "

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from qupel.flower import commands as flower
 from qupel.paper.convergence.commands import theory
 from qupel.paper.reproduce import commands as reproduce
 from qupel.run import lists
-from qupel.run.commands import adapt, compare, leaderboard
+from qupel.run.commands import Reuse, adapt, compare, keep, leaderboard
 from qupel.run.plan import plan
 from qupel.util.errors import UserError
 from qupel.util.terminal import (
@@ -142,6 +142,7 @@ def run(
     other_versions: OtherVersions = False,
     target_epsilon: TargetEpsilon = None,
     delta: Delta = None,
+    reuse: Reuse = None,
 ) -> None:
     """Run a federation: every client ends with its own small model. Without a config: the demo."""
     given: dict[str, Any] = {"on_bad_upload": on_bad_upload, "diagnostics": diagnostics, "vectorize": vectorize}
@@ -149,7 +150,7 @@ def run(
     overrides = [*(set or []), *(f"{key}={value}" for key, value in given.items() if value)]
     with _crew(engine, workers, rank_timeout, config) as (workers, start):
         where = (device, tensorboard, other_versions)
-        _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, *where)
+        _experiment(config, DEMO, {}, out, overrides, workers, start, data, resume, *where, reuse or ())
 
 
 @app.command()
@@ -213,6 +214,7 @@ def _experiment(
     device: str,
     tensorboard: bool,
     other_versions: bool,
+    reuse: Sequence[Path] = (),
 ) -> None:
     from qupel.report.board import Board
     from qupel.report.show import show
@@ -245,6 +247,7 @@ def _experiment(
             should_stop=should_stop,
             device=device,
             other_versions=other_versions,
+            reuse=reuse,
         )
     show(results, folder, config.split.kind == "one", time.monotonic() - began)
 
@@ -318,6 +321,7 @@ for _command, _name in (
     (adapt, "adapt"),
     (compare, "compare"),
     (leaderboard, "leaderboard"),
+    (keep, "keep"),
     (deploy.export, "export"),
     (deploy.inspect, "inspect"),
     (deploy.predict, "predict"),

@@ -189,7 +189,11 @@ def _diagnostics_picture(c: Comparison, small: Sequence[Chart]) -> Figure:
     figure = _new(3.2 * across, 2.4 * down)
     for k, chart in enumerate(small):
         _draw_lines(figure.add_subplot(down, across, k + 1), c, chart)
-    figure.axes[0].legend(frameon=False, fontsize=6)
+    named = {text: line for axes in figure.axes for line, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    columns = min(3, len(named))
+    figure.legend(
+        named.values(), named, loc="outside upper center", ncols=columns, frameon=False, fontsize=7, handlelength=3
+    )
     return figure
 
 

@@ -13,6 +13,21 @@ import typer
 from qupel.util.errors import UserError
 from qupel.util.terminal import Watcher, number_table, out, shown, stop_requests
 
+Reuse = Annotated[
+    list[Path] | None,
+    typer.Option(exists=True, file_okay=False, help="take over cells that are done in this folder with equal settings"),
+]
+
+
+def keep(
+    run: Annotated[Path, typer.Argument(help="the directory of a run, a reproduction or a comparison")],
+    folder: Annotated[Path, typer.Argument(help="where to: small files, to be committed")],
+) -> None:
+    """Keep the results of all finished cells, without models, for later runs (--reuse) and reports."""
+    from qupel.run.kept import keep as copy
+
+    out.print(f"{copy(run, folder)} cells are in {shown(folder)}", highlight=False, soft_wrap=True)
+
 
 def adapt(
     run: Annotated[Path, typer.Argument(help="the folder of a finished run, or its file w.safetensors alone")],
@@ -82,6 +97,7 @@ def compare(
     other_versions: Annotated[
         bool, typer.Option("--other-versions", help="resume what other versions of the packages began")
     ] = False,
+    reuse: Reuse = None,
 ) -> None:
     """Compare methods on several federations; settings of each are chosen on validation data. Cells that are done are
     never run again."""
@@ -95,7 +111,7 @@ def compare(
         show_progress(comparison, folder, only or ())
         return
     with stop_requests() as should_stop:
-        how = How(workers or available_cpus(), device, other_versions, _watched, should_stop)
+        how = How(workers or available_cpus(), device, other_versions, _watched, should_stop, reuse or ())
         page = run_comparison(comparison, folder, only=only or (), resume=resume, how=how)
     out.print(f"written to {shown(page)}", highlight=False, soft_wrap=True)
 

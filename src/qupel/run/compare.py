@@ -241,21 +241,29 @@ class Part:
     @classmethod
     def of(cls, c: Comparison, only: Iterable[str]) -> Part:
         """From words: a federation, a method, "2 bits", "seed 0"."""
-        kinds: dict[str, set[Any]] = {"federations": set(), "methods": set(), "columns": set(), "seeds": set()}
         widths = {column(b) for f in c.sheet.federations for m in c.methods_of(f) for b in c.bits_of(f, m)}
         seeds = {s for own in c.sheet.federations.values() for s in own.get("seeds", c.sheet.seeds)}
+        return cls.named(only, c.sheet.methods, sorted(widths), sorted(seeds), c.sheet.federations)
+
+    @classmethod
+    def named(
+        cls,
+        only: Iterable[str],
+        methods: Iterable[str],
+        columns: Iterable[str],
+        seeds: Iterable[int],
+        federations: Iterable[str] = (),
+    ) -> Part:
+        """From words, of which these are allowed."""
+        names = {"federations": federations, "methods": methods, "columns": columns}
+        known: dict[str, tuple[str, Any]] = {word: (kind, word) for kind, words in names.items() for word in words}
+        known |= {f"seed {s}": ("seeds", s) for s in seeds}
+        kinds: dict[str, set[Any]] = {}
         for word in only:
-            if word in c.sheet.federations:
-                kinds["federations"].add(word)
-            elif word in c.sheet.methods:
-                kinds["methods"].add(word)
-            elif word in widths:
-                kinds["columns"].add(word)
-            elif word.removeprefix("seed ") in map(str, seeds) and word.startswith("seed "):
-                kinds["seeds"].add(int(word.removeprefix("seed ")))
-            else:
-                known = (*c.sheet.federations, *c.sheet.methods, *sorted(widths), *(f"seed {s}" for s in sorted(seeds)))
+            if word not in known:
                 raise UserError(f"--only {word!r}: allowed are {', '.join(known)}")
+            kind, value = known[word]
+            kinds.setdefault(kind, set()).add(value)
         return cls(**{kind: frozenset(words) for kind, words in kinds.items()})
 
     def has(self, label: str, seed: int) -> bool:

@@ -15,9 +15,10 @@ from qupel.report import leaderboard
 from qupel.report.runs import AT
 from qupel.run.compare import SEARCH, Comparison, Part, Table, federations
 from qupel.run.config import Config
-from qupel.run.experiment import in_order, run_experiment
+from qupel.run.experiment import run_experiment, unfinished
 from qupel.run.folder import is_done, open_folder, own_folder, read_config, result_file
-from qupel.run.jobs import Cell, cells, data_of, source_of
+from qupel.run.jobs import Cell, build_job, cells, data_of, fingerprint, source_of
+from qupel.run.kept import take_over
 from qupel.run.status import show_status
 from qupel.tasks.metrics import kind_of
 from qupel.util.errors import UserError
@@ -40,6 +41,7 @@ class How:
     other_versions: bool = False
     watch: Watch = _unwatched
     should_stop: Callable[[], bool] = lambda: False
+    reuse: Sequence[Path] = ()  # folders whose finished cells are taken over
 
 
 def run_comparison(
@@ -116,11 +118,29 @@ def _higher_is_better(config: Config) -> bool:
 
 
 def _opened(config: Config, folder: Path, how: How) -> Config:
-    """The whole config of a directory that may hold other cells."""
+    """The whole config of a directory that may hold other cells; those that others have done are taken over."""
     with own_folder(folder):
         config = grown(folder, config)
         open_folder(folder, config, True, how.other_versions)
+        take_over(config, folder, how.reuse)
+        _take_failures(config, folder, how.reuse)
     return config
+
+
+def _take_failures(config: Config, folder: Path, others: Sequence[Path]) -> None:
+    """Take over which cells could not be trained: with the same settings they would fail again."""
+    known: dict[str, str] = {}  # fingerprint -> why
+    for home in (path.parent for other in others for path in other.rglob(leaderboard.FAILED)):
+        theirs, why = read_config(home), leaderboard.failures(home)
+        for cell in (cell for cell in cells(theirs) if cell.name in why):
+            known[_key(theirs, cell)] = why[cell.name]
+    keys = {cell.name: _key(config, cell) for cell in cells(config)} if known else {}
+    if found := {name: known[key] for name, key in keys.items() if key in known}:
+        write_json(folder / leaderboard.FAILED, {**found, **leaderboard.failures(folder)})
+
+
+def _key(config: Config, cell: Cell) -> str:
+    return fingerprint(config, cell, build_job(config, cell).phases)
 
 
 def _run(config: Config, folder: Path, what: str, how: How, wanted: Callable[[str, int], bool]) -> None:
@@ -128,7 +148,7 @@ def _run(config: Config, folder: Path, what: str, how: How, wanted: Callable[[st
     while True:
         failed = leaderboard.failures(folder)
         chosen = [cell for cell in cells(config) if wanted(cell.label, cell.seed) and not _lost(config, cell, failed)]
-        left = [cell for cell in in_order(config, chosen) if not is_done(folder, cell)]
+        left = unfinished(config, chosen, folder)
         trained = sum(config.methods[cell.label].of is None for cell in left)
         try:
             with how.watch(what, trained * config.rounds) as tell:

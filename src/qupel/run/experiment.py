@@ -30,7 +30,6 @@ from qupel.run.afterwards import quantize_cell
 from qupel.run.config import Config
 from qupel.run.folder import (
     adapt_unseen,
-    adopt,
     identity,
     is_done,
     open_folder,
@@ -51,9 +50,10 @@ from qupel.run.jobs import (
     shared_settings,
     source_of,
 )
+from qupel.run.kept import take_over
 from qupel.run.networks import model_name
 from qupel.run.privacy import open_ledger
-from qupel.util.errors import UserError
+from qupel.util.errors import UserError, warn
 from qupel.util.files import read_json
 from qupel.util.machine import check_device
 
@@ -112,7 +112,7 @@ def run_experiment(
     """Run every cell that is not done, write the summary and return all results. Raises `Stopped` when asked to stop.
 
     start: gives the processes that several workers are: `Pool`, or `group.start`.
-    reuse: other run directories; a cell that one of them has done with the same settings is taken over.
+    reuse: folders of other runs, or of kept cells; a cell that is done there with the same settings is taken over.
     device: where models and data live; on any but the CPU all clients are trained in this process.
     other_versions: go on with a run that other versions of the packages began.
     wanted: which cells to run; of the others only those that they are made of.
@@ -134,19 +134,26 @@ def run_experiment(
             build_job(config, cell)
     with own_folder(out):
         open_folder(out, config, resume, other_versions)
-        for cell in todo:
-            adopt(config, cell, out, reuse)
-        left = [cell for cell in in_order(config, filter(wanted, todo)) if not is_done(out, cell)]
+        take_over(config, out, reuse)
+        left = unfinished(config, filter(wanted, todo), out)
         run_cells(config, left, out, workers, start, watch, should_stop, place)
         results = [read_result(path) for cell in todo if (path := result_file(out, cell)).exists()]
         write_summary(results, out, one=config.split.kind == "one")
         return results
 
 
-def in_order(config: Config, wanted: Iterable[Cell]) -> list[Cell]:
-    """These cells and those that they are made of, which come first."""
-    chains = ((source_of(config, cell), cell) for cell in wanted)
-    return list(dict.fromkeys(cell for chain in chains for cell in chain if cell is not None))
+def unfinished(config: Config, wanted: Iterable[Cell], out: Path) -> list[Cell]:
+    """Of these cells those that are not done, and what they are made of, which comes first: a cell that is done but has
+    no models (they are not kept) is trained again where they are needed."""
+    found: dict[Cell, None] = {}
+    for cell in wanted:
+        if is_done(out, cell):
+            continue
+        source = source_of(config, cell)
+        if source is not None and not (is_done(out, source) and (result_file(out, source).parent / "models").is_dir()):
+            found[source] = None
+        found[cell] = None
+    return list(found)
 
 
 def run_cells(
@@ -228,6 +235,9 @@ def run_cell(
     done = result_file(out, cell)
     folder = done.parent
     folder.mkdir(parents=True, exist_ok=True)
+    if done.exists():
+        warn(f"{cell.name} is trained again: its models, which another cell is made of, were not kept")
+        done.unlink()
     if source_of(config, cell) is not None:
         with _building:
             write_result(done, quantize_cell(config, cell, out))

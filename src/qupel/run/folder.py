@@ -11,7 +11,6 @@ RUN/summary.json, summary.md     the comparison
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,12 +35,10 @@ from qupel.run.adapt import Adapted, Origin
 from qupel.run.config import Config, explain, merge
 from qupel.run.jobs import (
     Cell,
-    build_job,
     build_plans,
     client_names,
     data_of,
     describe,
-    fingerprint,
     split_clients,
 )
 from qupel.run.networks import model_name, network_names, network_of, networks_of
@@ -173,28 +170,6 @@ def covered(job: Job) -> Iterator[Coverage]:
         plans = [plan for i, plan in enumerate(job.plans) if plan and job.network_of(i) == name]
         if plans:
             yield Coverage.of(Layout.of(module), list(dict.fromkeys(layer for plan in plans for layer in plan)))
-
-
-def adopt(config: Config, cell: Cell, out: Path, others: Sequence[Path]) -> None:
-    """Take a cell's result and models over from a run that has done the same under whatever label."""
-    done = result_file(out, cell)
-    if not others or done.exists():
-        return
-    key = fingerprint(config, cell, build_job(config, cell).phases)
-    for path in (p for other in others for p in sorted(other.glob("cells/*/result.json"))):
-        result = read_json(path)
-        if result.get("fingerprint") != key:
-            continue
-        done.parent.mkdir(parents=True, exist_ok=True)
-        if (path.parent / "models").exists():
-            shutil.copytree(path.parent / "models", done.parent / "models", dirs_exist_ok=True)
-        for name in ("metrics.jsonl", adapt.FILE):
-            if (path.parent / name).exists():
-                shutil.copy(path.parent / name, done.parent)
-        scores.copy(path.parent, done.parent)
-        taken = f"{path.parents[2].name}/{path.parent.name}"
-        write_result(done, {**result, "label": cell.label, "taken_from": taken})
-        return
 
 
 def save_models(

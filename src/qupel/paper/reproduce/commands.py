@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,20 +12,24 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from qupel.run.commands import Reuse
 from qupel.util.terminal import Watcher, out, plain, shown, stop_requests
 
 if TYPE_CHECKING:
     from qupel.paper.published import Grid
     from qupel.run.config import Config
 
-What = Literal["table1", "table2", "table3", "figure1"]
+What = Literal["table1", "table2", "table3", "figure1", "diagnostics", "claims"]
 Scale = Literal["smoke", "small", "long", "paper"]
 
 
 def reproduce(
-    what: Annotated[What, typer.Argument(help="figure1 is drawn from the runs of table2")],
+    what: Annotated[What, typer.Argument(help="figure1, diagnostics and claims are made of runs that are done")],
     scale: Annotated[Scale, typer.Option(help="on digits; an hour, or ten, on two cores; the paper's")] = "small",
     seeds: Annotated[int, typer.Option(min=1, help="how many: 0, 1, ...")] = 3,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help='a part of it: a row, a column, "seed 0"; several times')
+    ] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="worker processes (default: all cores)")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on with the run that is there")] = False,
     status: Annotated[bool, typer.Option("--status", help="show what is done and what is left, run nothing")] = False,
@@ -35,6 +40,7 @@ def reproduce(
     other_versions: Annotated[
         bool, typer.Option("--other-versions", help="resume what other versions of the packages began")
     ] = False,
+    reuse: Reuse = None,
     publish: Annotated[
         Path | None, typer.Option("--publish", help="run nothing; write page, numbers and figure to this folder")
     ] = None,
@@ -44,7 +50,12 @@ def reproduce(
     from qupel.run.folder import read_config
     from qupel.run.status import show_status
 
-    table = "table2" if what == "figure1" else what
+    if what == "claims":
+        from qupel.paper.reproduce import claims
+
+        out.print(f"written: {', '.join(map(shown, claims.write(runs, scale, publish or runs)))}", soft_wrap=True)
+        return
+    table = "table2" if what in ("figure1", "diagnostics") else what
     run = plan.folder(runs, table, scale)
     if status:
         begun = (run / "config.json").exists()
@@ -53,13 +64,13 @@ def reproduce(
         from qupel.paper.reproduce.publish import publish as write
 
         out.print(f"written to {shown(publish)}: {', '.join(p.name for p in write(run, what, publish))}")
-    elif what == "figure1":
-        from qupel.paper.reproduce.publish import draw_figure
+    elif what != table:
+        from qupel.paper.reproduce.publish import draw
 
-        out.print(f"drawn: {', '.join(shown(p) for p in draw_figure(run))}", soft_wrap=True)
+        out.print(f"drawn: {', '.join(map(shown, draw(run, what)))}", soft_wrap=True)
     else:
         config = plan.build(table, scale, seeds, data)
-        _run(table, scale, config, run, workers, resume, device, tensorboard, other_versions)
+        _run(table, scale, config, run, workers, resume, device, tensorboard, other_versions, reuse or (), only or ())
 
 
 def _run(
@@ -72,6 +83,8 @@ def _run(
     device: str,
     tensorboard: bool,
     other_versions: bool,
+    reuse: Sequence[Path],
+    only: Sequence[str],
 ) -> None:
     from qupel.paper.reproduce import plan
     from qupel.paper.reproduce.publish import write_tables
@@ -81,7 +94,9 @@ def _run(
 
     began = time.monotonic()
     check_device(device)
-    left = [cell for cell in experiment.cells(config) if not experiment.result_file(run, cell).exists()]
+    part = plan.part(config, only)
+    wanted = [cell for cell in experiment.cells(config) if part.has(cell.label, cell.seed)]
+    left = [cell for cell in wanted if not experiment.result_file(run, cell).exists()]
     watcher = Watcher(len(left) * config.rounds)
     tell = Board(run / "tensorboard", watcher.tell).tell if tensorboard else watcher.tell
     others = [p for p in (plan.folder(run.parent, name, scale) for name in plan.SIBLINGS.get(table, ())) if p.exists()]
@@ -95,9 +110,10 @@ def _run(
             resume=True,
             watch=tell,
             should_stop=should_stop,
-            reuse=others,
+            reuse=[*others, *reuse],
             device=device,
             other_versions=True,  # as said above
+            wanted=lambda cell: cell in wanted,
         )
     grid = write_tables(run)
     out.print(_grid_table(grid))

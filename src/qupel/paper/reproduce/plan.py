@@ -9,13 +9,14 @@ that are wanted.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from qupel.paper.published import NOTES
 from qupel.report.runs import place, read_result
-from qupel.run.compare import grid
+from qupel.run.compare import Part, grid
 from qupel.run.config import Config, merge, validate
 from qupel.run.folder import read_config, result_file
 from qupel.run.jobs import cells
@@ -47,6 +48,12 @@ def build(table: str, scale: str, seeds: int, data: Path | None = None) -> Confi
     if data is not None:
         settings = merge(settings, {"data": {"folder": str(data)}})
     return validate(settings, f"{table}.toml, scale {scale}")
+
+
+def part(config: Config, only: Iterable[str]) -> Part:
+    """The cells that are wanted, from words: a row, a column, "seed 0"; none: all."""
+    rows, columns = (dict.fromkeys(names) for names in zip(*map(place, config.methods), strict=True))
+    return Part.named(only, rows, columns, config.seeds)
 
 
 def folder(out: Path, table: str, scale: str) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,33 @@ def write_tables(run: Path) -> paper.Grid:
     return grid
 
 
-def draw_figure(run: Path) -> list[Path]:
-    """RUN/figure1.png and .svg, from the cells of Table 2 that are done."""
+DRAWN = {"figure1": "accuracy", "diagnostics": "diagnostics"}
+DIAGNOSED = ("travel", "dead centers", "distance", "spread", "kappa", "drift")
+
+
+def draw(run: Path, what: str) -> list[Path]:
+    """RUN/WHAT.png and .svg from the cells of Table 2 that are done. figure1: accuracy over epochs. diagnostics: of the
+    paper's method, with and without a federation."""
     _, config = plan.read(run)
     if not plan.results(run, config):
         raise UserError(f"{run} has no finished cell to draw; run `qupel reproduce table2` first")
     runs = load_runs([run])
-    compared = charts.compare(runs)
-    pictures = figures.report_pictures(compared, {"accuracy": charts.accuracy(compared)}, runs[0].note)
-    for name, content in pictures.items():
-        write_atomic(run / name.replace("accuracy", "figure1"), content)
-    return [run / "figure1.png", run / "figure1.svg"]
+    c = charts.compare(runs)
+    told = {"accuracy": charts.accuracy(c)}
+    if what == "diagnostics":
+        c = replace(c, series=tuple(s for s in c.series if c.families[s.family] in (paper.LOCAL, paper.QUPEL)))
+        told = diagnosed(c)
+        if not told:
+            raise UserError(f"{run}: no finished cell of the paper's method tells diagnostics")
+    for name, content in figures.report_pictures(c, told, runs[0].note).items():
+        write_atomic(run / name.replace(DRAWN[what], what), content)
+    return [run / f"{what}.png", run / f"{what}.svg"]
+
+
+def diagnosed(c: charts.Comparison) -> dict[str, charts.Chart]:
+    """Charts of those diagnostics that say why a method stands where it does."""
+    found = {chart["y"]: chart for chart in charts.diagnostics(c)}
+    return {f"diagnostics-{k}": found[name] for k, name in enumerate(DIAGNOSED) if name in found}
 
 
 def publish(run: Path, what: str, target: Path) -> list[Path]:
@@ -50,8 +67,8 @@ def publish(run: Path, what: str, target: Path) -> list[Path]:
         raise UserError(f"{run} has no finished cell to publish")
     target.mkdir(parents=True, exist_ok=True)
     name = f"{what}-{about['scale']}"
-    if what == "figure1":
-        return [Path(shutil.copy(path, target / f"{name}{path.suffix}")) for path in draw_figure(run)]
+    if what in DRAWN:
+        return [Path(shutil.copy(path, target / f"{name}{path.suffix}")) for path in draw(run, what)]
     raw = target / f"{name}.json"
     write_atomic(raw, json.dumps(_raw(about, config, done)) + "\n")
     return [*rewrite(raw), raw]
