@@ -134,6 +134,25 @@ def test_scores_beside_a_kept_cell_are_checked(kept, tmp_path, capsys):
     assert trained(tmp_path / "new") == {"QuPeL-s0"}
 
 
+def test_what_is_kept_grows_and_is_never_mixed(kept, tmp_path):
+    before = files(kept)
+    less = RUN.replace("seeds = [0, 1]", "seeds = [0]").replace(
+        'recipe = "qupel-prox"', 'recipe = "qupel-prox"\n[methods.Local]\nrecipe = "local"'
+    )
+    less = less[: less.index("[methods.FedAvg]")]
+    run_experiment(parsed(less), tmp_path / "part", reuse=[kept])
+    keep(tmp_path / "part", kept)
+    told = read_json(kept / "config.json")
+    assert (told["seeds"], set(told["methods"])) == ([0, 1], {"QuPeL", "Local", "FedAvg", "FedAvg, then 2 bits"})
+    after = files(kept)
+    assert set(after) - set(before) == {"cells/Local-s0/result.json"}
+    assert {name for name in before if after[name] != before[name]} == {"config.json"}
+    run_experiment(parsed(RUN.replace("rounds = 4", "rounds = 3")), tmp_path / "short")
+    with pytest.raises(UserError, match="made with other settings"):
+        keep(tmp_path / "short", kept)
+    assert files(kept) == after
+
+
 @pytest.mark.parametrize(
     "change", [("rounds = 4", "rounds = 3"), ("batch = 10", "batch = 9"), ("bits = 2\nr", "bits = 3\nr")]
 )
@@ -193,6 +212,10 @@ def test_a_comparison_s_search_is_not_repeated(tmp_path):
     assert len(leaderboard.failures(tmp_path / "new/search/digits")) == 2
     numbers = leaderboard.gather(tmp_path / "kept")  # what is kept is enough for the page
     assert numbers == json.loads((tmp_path / "run/leaderboard.json").read_text())
+    run_comparison(c, tmp_path / "part", only=["local"], how=How(reuse=[tmp_path / "kept"]))
+    keep(tmp_path / "part", tmp_path / "kept")  # a part takes nothing away
+    assert leaderboard.gather(tmp_path / "kept") == numbers
+    assert len(leaderboard.failures(tmp_path / "kept/search/digits")) == 2
     other = compare.parse(COMPARISON.replace("eta1 = [0.1,", "eta1 = [0.2,"), "test")
     run_comparison(other, tmp_path / "other", how=How(reuse=[tmp_path / "kept"]))
     assert {name for name in trained(tmp_path / "other") if "trial" in name} == {

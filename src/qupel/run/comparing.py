@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,13 +15,13 @@ from qupel.report.runs import AT
 from qupel.run.compare import SEARCH, Comparison, Part, Table, federations
 from qupel.run.config import Config
 from qupel.run.experiment import run_experiment, unfinished
-from qupel.run.folder import is_done, open_folder, own_folder, read_config, result_file
+from qupel.run.folder import grown, is_done, open_folder, own_folder, read_config, result_file
 from qupel.run.jobs import Cell, build_job, cells, data_of, fingerprint, source_of
 from qupel.run.kept import take_over
 from qupel.run.status import show_status
 from qupel.tasks.metrics import kind_of
 from qupel.util.errors import UserError
-from qupel.util.files import read_json, write_json, write_sealed
+from qupel.util.files import read_json, write_json
 
 Tell = Callable[[Cell, Any], None]
 Watch = Callable[[str, int], AbstractContextManager[Tell]]  # what is run, how many rounds -> whom to tell
@@ -178,21 +177,3 @@ def _run_cells(config: Config, folder: Path, chosen: Collection[Cell], tell: Tel
         should_stop=how.should_stop,
         wanted=lambda cell: cell in chosen,
     )
-
-
-def grown(folder: Path, config: Config) -> Config:
-    """The config of a directory with these methods and seeds beside those that it has; else it must be the same."""
-    known = folder / "config.json"
-    if not known.exists():
-        return config
-    before = read_config(folder)
-    rest = {"seeds": (0,), "methods": {}}
-    if before.model_copy(update=rest) != config.model_copy(update=rest):
-        raise UserError(f"{folder} was made with other settings of the federation; give another --out")
-    for label, method in before.methods.items():
-        if config.methods.get(label, method) != method:
-            raise UserError(f"{folder} was made with other settings of {label!r}; give another --out")
-    seeds = tuple(sorted({*before.seeds, *config.seeds}))
-    config = config.model_copy(update={"seeds": seeds, "methods": {**config.methods, **before.methods}})
-    write_sealed(known, json.loads(config.model_dump_json()))
-    return config

@@ -94,6 +94,24 @@ def read_config(run: Path) -> Config:
         raise UserError(f"{run / 'config.json'}: {explain(e)}") from None
 
 
+def grown(folder: Path, config: Config) -> Config:
+    """The config of a directory with these methods and seeds beside those that it has; else it must be the same."""
+    known = folder / "config.json"
+    if not known.exists():
+        return config
+    before = read_config(folder)
+    rest = {"seeds": (0,), "methods": {}}
+    if before.model_copy(update=rest) != config.model_copy(update=rest):
+        raise UserError(f"{folder} was made with other settings of the federation; give another folder")
+    for label, method in before.methods.items():
+        if config.methods.get(label, method) != method:
+            raise UserError(f"{folder} was made with other settings of {label!r}; give another folder")
+    seeds = tuple(sorted({*before.seeds, *config.seeds}))
+    config = config.model_copy(update={"seeds": seeds, "methods": {**config.methods, **before.methods}})
+    write_sealed(known, json.loads(config.model_dump_json()))
+    return config
+
+
 @lru_cache(maxsize=2)
 def _checksum(data: sources.Dataset) -> str:
     return sources.identity(data)

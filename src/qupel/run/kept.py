@@ -7,6 +7,7 @@ FOLDER/cells/<label>-s<seed>/result.json   with every client's scores at the end
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,22 +16,25 @@ from typing import Any
 from qupel.engine import scores
 from qupel.run import adapt
 from qupel.run.config import Config
-from qupel.run.folder import identity, result_file, write_result
+from qupel.run.folder import grown, identity, read_config, result_file, write_result
 from qupel.run.jobs import Cell, build_job, cells, fingerprint
 from qupel.util.errors import UserError, warn
-from qupel.util.files import Damaged, check_files, read_json, write_atomic
+from qupel.util.files import Damaged, check_files, read_json, write_atomic, write_json, write_sealed
 from qupel.util.machine import versions
 
-BESIDE = ("config.json", "identity.json", "reproduce.json", "compare.json", "search.json", "failed.json")
+ONCE, JOINED = ("identity.json", "reproduce.json", "compare.json"), ("search.json", "failed.json")
 Result = dict[str, Any]
 Known = Mapping[str, Sequence[Path]]  # fingerprint -> results
 
 
 def keep(run: Path, folder: Path) -> int:
-    """Copy all finished cells of a run, or of a comparison, without models; what is there stays. Returns how many."""
+    """Copy all finished cells of a run, or of a comparison, without models. What is there stays: methods and seeds add
+    up, other settings are refused. Returns how many cells the run has."""
     found = sorted(run.rglob("cells/*/result.json"))
     if not found:
         raise UserError(f"{run} has no finished cell to keep (cells/*/result.json)")
+    for home in dict.fromkeys([run, *(path.parents[2] for path in found)]):
+        _keep_beside(home, folder / home.relative_to(run))
     for path in found:
         result, target = _checked(path), folder / path.relative_to(run)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -38,10 +42,20 @@ def keep(run: Path, folder: Path) -> int:
         *before, last = result["lines"]
         lines = [*({k: v for k, v in line.items() if k != "clients"} for line in before), last]
         write_result(target, {**result, "lines": lines})
-    for home in {run, *(path.parents[2] for path in found)}:
-        for path in (home / name for name in BESIDE if (home / name).is_file()):
-            write_atomic(folder / path.relative_to(run), path.read_bytes())
     return len(found)
+
+
+def _keep_beside(home: Path, target: Path) -> None:
+    """What a run directory says of all its cells."""
+    target.mkdir(parents=True, exist_ok=True)
+    if (home / "config.json").is_file():
+        config = grown(target, read_config(home))
+        write_sealed(target / "config.json", json.loads(config.model_dump_json()))
+    for name in (name for name in ONCE if (home / name).is_file()):
+        write_atomic(target / name, (home / name).read_bytes())
+    for name in (name for name in JOINED if (home / name).is_file()):
+        before = read_json(target / name) if (target / name).is_file() else {}
+        write_json(target / name, {**before, **read_json(home / name)})
 
 
 def _checked(path: Path) -> Result:
