@@ -322,7 +322,7 @@ def test_the_server_is_killed_and_resumed(make, tmp_path, victim):
 @pytest.mark.slow
 def test_three_machines_with_three_networks_are_killed_and_resumed(make, tmp_path):
     """QuPeD: each machine builds its own network, which its own client.toml names; the server knows w's alone."""
-    text = long(3, 5).split("[methods")[0] + '[methods.QuPeD]\nrecipe = "quped"\nwarmup = 0.4\nfinetune = 0.2\n'
+    text = long(3, 5).split("[methods")[0] + '[methods.QuPeD]\nrecipe = "quped"\nshare = "nothing"\n'
     own = 'networks = ["mlp", "digits_cnn", {name = "mlp", args = {hidden = [20, 12]}}]\n'
     federation, files = killed_and_resumed(
         make, tmp_path, text.replace('name = "mlp"\n', f'name = "mlp"\n{own}'), 3, "superlink"
