@@ -136,11 +136,10 @@ class Browser:
 
 
 def pictures(page: Path, folder: Path) -> None:
-    """The table, the curves with the values of a point, weights and centers in dark, the curves on a phone."""
+    """The table and the curves, weights and centers in dark, the curves on a phone with the values of a point."""
     curves = "document.querySelector('#accuracy svg').scrollIntoView({block: 'center'})"
     views = (
-        ("table", {"width": 1000, "height": 900}, "window.scrollTo(0, 0)"),
-        ("curves", {"width": 1000, "height": 560}, curves),
+        ("table", {"width": 1180, "height": 1130}, "window.scrollTo(0, 0)"),
         ("dark", {"width": 700, "height": 620, "dark": True}, "document.querySelector('#weights').scrollIntoView()"),
         ("phone", {"width": 390, "height": 620}, curves),
     )
