@@ -68,7 +68,8 @@ def rows(cells: list[tables.Result]) -> list[dict[str, Any]]:
 def page(name: str, raw: dict[str, Section]) -> str:
     parts = [_table(part) for part in raw.values()]
     again = f"`python experiments/publish.py docs/results/{name}.json` makes this page from the numbers kept there.\n"
-    return "\n".join([f"# {name}\n", *parts, again, f"![{name}]({name}.png)\n"])
+    of = next(iter(raw)) + (": the first of the runs above" if len(raw) > 1 else "")
+    return "\n".join([f"# {name}\n", *parts, again, f"![{of}]({name}.png)\n", *([f"{of}\n"] if len(raw) > 1 else [])])
 
 
 def write(name: str, raw: dict[str, Section], target: Path) -> None:
