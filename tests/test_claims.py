@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 TABLES = ("table1-small", "table2-small", "table3-small")
 PAGES = ("demo", "safe", "mnist_federation", "cifar10_federation", "cifar10_recipe")
-PAGES += ("mnist_training", "resnet20", "mnist_writers", "roles", "quped_cifar10", "quped_emg", "passes")
+PAGES += ("mnist_training", "resnet20", "mnist_writers", "roles", "quped_cifar10", "quped_emg")
+PAGES += ("passes", "safe_roles")
 NUMBER = re.compile(r"\d+\.\d+")
 
 
