@@ -16,6 +16,7 @@ from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.none import NoQuantizer
+from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.ste import StraightThrough
 from qupel.run.recipes import find
 from qupel.run.settings import Length, Settings, stages
@@ -136,6 +137,15 @@ def test_the_default_is_local_for_those_who_are_alone():
         assert phase.method.alone_optimizer == match.method.optimizer
         assert phase.method.quantizer == match.method.quantizer
     assert mine[0].method.optimizer == SGD(clip=4.0)
+
+
+@pytest.mark.parametrize("recipe", ["qupel", "local", "quped"])
+def test_a_quantized_step_has_one_pass_or_two(recipe):
+    kinds = [StraightThrough, Prox]
+    for passes, kind in zip((1, 2), kinds, strict=True):
+        s = Settings(**{**find(recipe).defaults, "passes": passes, "mode": "soft"})
+        quantizers = [type(p.method.quantizer) for p in find(recipe).phases(s, Length(20, 3, 5.0))]
+        assert [k for k in quantizers if k in kinds] == [kind] * (1 if recipe == "local" else 2)
 
 
 def test_networks_that_plain_sgd_hardly_trains_have_adam():
