@@ -27,7 +27,7 @@ PARTNERS = ("2-bit partners", "3-bit partners", "full-precision partners")
 NOTES = {  # what is to be said beside the numbers of a scale
     "smoke": "Smoke test on digits: its numbers are not to be compared with the paper's",
     "small": "The paper's protocol at a small budget (docs/reproducing.md), not its setting",
-    "long": "The paper's protocol and data at 100 of its 350 epochs, with a smaller network (docs/reproducing.md)",
+    "long": "The paper's protocol and data at a part of its epochs (docs/reproducing.md), not its setting",
     "paper": "",
 }
 
