@@ -23,7 +23,7 @@ from qupel.paper import published as paper
 from qupel.paper.reproduce import plan
 from qupel.paper.reproduce.publish import rewrite
 from qupel.parts.base import State
-from qupel.report import later, networks, tables
+from qupel.report import later, leaderboard, networks, tables
 from qupel.report.significance import over_seeds, seed_difference
 from qupel.run.recipes import find
 from qupel.run.settings import Length, Settings
@@ -74,11 +74,16 @@ def test_a_page_is_made_of_its_numbers(name):
             assert row == pytest.approx(again)
 
 
-@pytest.mark.parametrize("name", ["dp_writers", "late", "robust", "secure"])
+@pytest.mark.parametrize("name", ["dp_writers", "emg_later", "late", "robust", "secure"])
 def test_a_page_of_an_experiment_is_made_of_its_numbers(name):
     found = read(name)
     more = (30, len(found["mean"]["none"])) if name == "robust" else ()
     assert (RESULTS / f"{name}.md").read_text() == script(name).page(found, *more)
+
+
+def test_the_leaderboard_is_made_of_its_numbers(tmp_path):
+    for path in leaderboard.publish(RESULTS / leaderboard.NUMBERS, tmp_path):
+        assert path.read_text() == (RESULTS / path.name).read_text()
 
 
 def test_one_slow_client_costs_asynchronous_rounds_at_most_half_the_time():

@@ -384,6 +384,14 @@ def test_a_sentence_says_where_another_method_wins(gains, said):
     assert leaderboard.sentence(made_board(gains), "qupel") == said
 
 
+@pytest.mark.parametrize(
+    ("rounds", "said"), [(0.5, "4 trials each of 50% of the rounds, on"), (1.0, "4 trials each, on")]
+)
+def test_the_page_says_how_long_trials_were(rounds, said):
+    searched = {"trials": 4, "rounds": rounds, "validation": 0.25, "seed": 100}
+    assert said in leaderboard.search_words({"search": searched})
+
+
 class Cells(HTMLParser):
     """The values of a sortable table, row by row."""
 

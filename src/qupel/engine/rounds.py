@@ -76,13 +76,14 @@ class Progress:
 
 class Begin(NamedTuple):
     """Where a run begins: rounds done, the server's model and memory, the metrics so far, a folder with the clients'
-    states."""
+    states, the seconds that these rounds took."""
 
     rounds: int
     w: Rows
     memory: ServerState = ()
     lines: Sequence[dict[str, Any]] = ()
     states: Path | None = None
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def run(
     start."""
     layout = Layout.of(job.module)
     initial = layout.flatten(job.module)
-    start, w, memory, before, states = begin or Begin(0, (initial,))
+    start, w, memory, before, states, spent = begin or Begin(0, (initial,))
     lines = list(before)
     since, known = Since(), None
     if checkpoints:
@@ -122,7 +123,7 @@ def run(
     if states is not None:
         engine.load(states)
     model = Shared(w, memory).to(initial.device)
-    spent, began = (lines[-1]["seconds"] if lines else 0.0), time.monotonic()
+    spent, began = max([spent, *(line["seconds"] for line in lines[-1:])]), time.monotonic()
     drawn = {client for round in range(start) for client in job.cohort(round)} if job.sample < 1 else set()
     for round in range(start, job.rounds):
         phase, within = job.locate(round)

@@ -246,8 +246,9 @@ def search_words(board: dict[str, Any]) -> str:
     s = board.get("search")
     if not s:
         return "No search: every method has the settings of the file."
+    short = f" of {s['rounds']:.0%} of the rounds" if s.get("rounds", 1) != 1 else ""
     return (
-        f"The settings of every method were chosen alike: {s['trials']} trials each, on {s['validation']:.0%} "
+        f"The settings of every method were chosen alike: {s['trials']} trials each{short}, on {s['validation']:.0%} "
         f"of every client's training data (seed {s['seed']}); test data were not given to it."
     )
 

@@ -305,4 +305,4 @@ def shared_start(
     saved = checkpoints.load(Layout.of(job.module))
     assert saved is not None
     due = [line for line in finished.lines if line["round"] % job.evaluate_every == 0 or rounds == job.phases[0].rounds]
-    return Begin(rounds, saved.w, saved.memory, due, saved.folder)
+    return Begin(rounds, saved.w, saved.memory, due, saved.folder, finished.lines[-1]["seconds"])
