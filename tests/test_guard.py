@@ -230,6 +230,20 @@ def test_bound_and_suspects_by_hand():
     assert again.known == guard.known
 
 
+def test_those_who_send_no_share_do_not_say_what_is_usual():
+    """Where most clients go alone, the moves of the others are not far from anything."""
+    guard, none = Guard(10.0, clients=5, keep=2), torch.zeros(1)
+    for round in range(3):
+        guard.begin(round, 0, W)
+        for i in range(5):
+            sent = upload(i, 2.0) if i == 4 else Trained(i, Upload((W,), none), {"loss": 1.0})
+            assert guard.screen(sent).fault is None
+        assert guard.too_far(torch.tensor([2.0, 0.0, 0.0, 0.0]), str) is None
+    assert guard.known.medians == [2.0] * 3
+    far = Trained(0, Upload((torch.full((4,), 1e3),), none), {"loss": 1.0})
+    assert guard.screen(far).fault  # servers may not look at shares
+
+
 def test_losses_by_hand():
     guard = Guard(10.0, clients=3, keep=1)
     guard.begin(0, 0, W)

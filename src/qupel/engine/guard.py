@@ -85,7 +85,8 @@ class Guard:
             return done
         norm = float(torch.dist(vector(done.upload.rows), self.w))
         if norm <= self.limit:
-            self.norms[done.client] = norm
+            if done.upload.shares is None or bool(done.upload.shares.any()):  # no share: it moves nothing, usual or not
+                self.norms[done.client] = norm
             return done
         self.refused.append(norm)
         if self.usual is None:
