@@ -75,7 +75,7 @@ def page(cells: list[dict[str, Any]]) -> str:
     return f"""# EMG, recordings made later
 
 `python experiments/emg_later.py RUN/emg` after `qupel compare experiments/leaderboard.toml --only emg --out RUN`;
-seeds {seeds}. The [leaderboard](leaderboard.md)'s model files of the {len(cells[0]["later"])} people who were recorded
+seeds {seeds}. The [leaderboard](../leaderboard.md)'s model files of the {len(cells[0]["later"])} people who were recorded
 again, on these two later recordings. No method saw them, nothing is adapted. first time: these people's accuracy on the
 fourth of the first recordings, as on the leaderboard. gain: {REFERENCE} at the same bits minus the method, in
 points, with its 95 % interval; * p < 0.05, ** p < 0.01, *** p < 0.001 ({WORDS}). All seeds have the same people.

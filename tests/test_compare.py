@@ -384,6 +384,19 @@ def test_a_sentence_says_where_another_method_wins(gains, said):
     assert leaderboard.sentence(made_board(gains), "qupel") == said
 
 
+def test_the_overview_has_the_best_rival_at_every_width(board):
+    head, rows = leaderboard.overview(board)
+    assert head[:4] == ["federation", "bits", board["reference"], "the best other"]
+    for title, federation in board["federations"].items():
+        for bits in {c["bits"] for c in federation["cells"]}:
+            here = [c for c in federation["cells"] if c["bits"] == bits]
+            best = max((c for c in here if c["gain"] is not None), key=lambda c: c["mean"], default=None)
+            if best is not None:
+                row = next(r for r in rows if r[:2] == [title, leaderboard.shown_bits(bits)])
+                assert row[3] == leaderboard.name(best)
+    assert rows
+
+
 @pytest.mark.parametrize(
     ("rounds", "said"), [(0.5, "4 trials each of 50% of the rounds, on"), (1.0, "4 trials each, on")]
 )

@@ -1,25 +1,29 @@
 """Sharing that a client may leave: what it is where nobody does, where all do, and who decides."""
 
 from dataclasses import replace
+from itertools import islice
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from qupel.core.optim import SGD, Adam
 from qupel.core.schedule import Schedule
+from qupel.data.batches import generator, held_back
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
 from qupel.parts.methods.fedavg import FedAvg
-from qupel.parts.methods.hedged import Hedged
+from qupel.parts.methods.hedged import Hedged, mean_of
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
-from qupel.parts.phase import Phase
+from qupel.parts.phase import Phase, phase_from
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.ste import StraightThrough
 from qupel.run.recipes import find
 from qupel.run.settings import Length, Settings, stages
+from qupel.tasks.task import Batch, ModuleTask, each_loss
 from qupel.util.errors import UserError
 from tiny import make_job
 
@@ -91,6 +95,83 @@ def test_it_is_the_loss_of_w_as_it_comes_that_decides():
         lately = (first + problem.own.value(better, batch)) / 2
         assert came.losses.tolist() == pytest.approx([first, lately], rel=1e-4)
         assert came.alone.tolist() == [float(lately > 0.8 * first)] == [0.0]
+
+
+def test_samples_held_back_are_seen_by_no_step_of_the_phase_and_by_all_later_ones():
+    job = make_job([Phase(Hedged("both"), 3, held=0.5), Phase(Hedged("chosen"), 3)])
+    with Inline(job) as engine:
+        shard, own = engine.shard, set(job.parts[0].train_rows.tolist())
+        held = set(job.parts[0].train_rows[shard.held(0, 0)].tolist())
+        assert len(held) == pytest.approx(len(own) / 2, abs=1)
+        first, later = (
+            {*np.concatenate([shard.rows_of(0, r) for r in rounds]).ravel()} for rounds in ((0, 1, 2), (3, 4, 5))
+        )
+        assert first == own - held
+        assert later == own
+        tried = islice(shard._ahead(0, 2, 0), 9)  # what w is tried with
+        inputs = {tuple(x.ravel().tolist()) for x in job.data.train.read(sorted(held)).inputs}
+        assert not any(tuple(x.ravel().tolist()) in inputs for batch in tried for x in batch.inputs)
+
+
+@pytest.mark.parametrize(("fits", "alone"), [("v", 1.0), ("w", 0.0), ("both", 0.0)])
+def test_samples_held_back_decide_between_ones_own_model_and_w(fits, alone):
+    """Whichever has learned them loses less on them; of two equal ones it is w."""
+    method = Hedged("both", eta1=Schedule(1e-6), fails=1e9)
+    job = make_job([Phase(method, 1, held=0.5), Phase(replace(method, stage="chosen"), 1)])
+    with Inline(job) as engine:
+        shard = engine.shard
+        problem, w = shard.problem(0), shard.initial
+        held = shard._augmented(0, 0, job.parts[0].train_rows[shard.held(0, 0)])
+        good = w.clone()
+        for _ in range(60):
+            good = good - 0.2 * problem.own.gradient(good, held).gradient
+        state = shard.state(0, 0, (w,))
+        first, _ = method.step(state, problem, held, job.clock(0, 0))
+        at = {"v": (good, w), "w": (w, good), "both": (good, good)}[fits]
+        state = replace(first, beside=at[:1], x=at[1], w=at[1])
+        assert shard._chosen(0, state, 0).alone.tolist() == [alone]
+        shard.store.put(0, 0, state)
+        assert shard.state(0, 1, (at[1],)).alone.tolist() == [alone]  # as it enters the next phase
+
+
+def test_a_sample_counts_at_most_as_much_as_all_did_at_first():
+    assert mean_of([0.0, 50.0], most=2.0) == 1.0
+    task = ModuleTask(nn.Linear(3, 4), nn.functional.cross_entropy)
+    x, batch = torch.randn(16), Batch(torch.randn(6, 3), torch.arange(6) % 4)
+    each = each_loss(task, x, batch)
+    assert np.mean(each) == pytest.approx(task.value(x, batch), rel=1e-5)
+    alone = [task.value(x, Batch(batch.inputs[k : k + 1], batch.targets[k : k + 1])) for k in range(6)]
+    assert each == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize(("count", "share", "held"), [(24, 0.2, 5), (20, 0.2, 0), (100, 0.2, 20), (5000, 0.2, 50)])
+def test_how_many_samples_are_held_back(count, share, held):
+    labels = generator(0, "labels", count).integers(0, 4, count)
+    which = held_back(labels, share)
+    assert which.sum() == held
+    for label in range(4):
+        mine = which[labels == label]
+        assert (np.diff(mine.astype(int)) >= 0).all()  # the last ones
+        assert mine.sum() == pytest.approx(held / count * len(mine), abs=1)
+
+
+def test_the_share_held_back_is_a_setting_of_the_recipe_and_of_a_phase():
+    s, length = Settings(held=0.2), Length(rounds=30, local_steps=10, epoch_steps=5)
+    phases = find("qupel").phases(s, length)
+    assert [p.held for p in phases] == [0.2, 0.0, 0.0, 0.0]
+    assert [phase_from(p.table(), "phase") for p in phases] == phases
+    with pytest.raises(UserError, match=r"phases\[0\].held: a share from 0 on and below 1 is needed, not 1"):
+        phase_from({"method": "hedged", "rounds": 1, "held": 1}, "phases[0]")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_clients_choose_the_same_one_by_one_and_in_stacks(stacked):
+    phases = [replace(p, held=0.4 if k == 0 else 0.0) for k, p in enumerate(hedged(fails=1e9))]
+    job = replace(make_job(phases), stacked=stacked)
+    with Inline(job) as engine:
+        done = run(job, engine)
+        found = [engine.shard.state(i, 2, done.w).alone.item() for i in range(len(job.parts))]
+    assert found == [s.alone.item() for s in ended(phases)[2]]
 
 
 def test_nothing_of_a_client_that_is_alone_leaves_it():

@@ -1,9 +1,9 @@
 """The default recipe on made-up federations of many kinds: is it ever below Local at the same bits?
 
-    python experiments/trials/kinds.py [KIND ...] [--seeds 100 101] [--rounds 30]
+    python experiments/trials/kinds.py [KIND ...] [--seeds 100 101] [--rounds 30] [--held 0.2]
 
-No setting is touched. One line a kind and seed: QuPeL, Local and FedAvg's shared model at 2 and 3 bits (half of the
-clients each), mean test accuracy over clients in percent. The data are drawn by the seed; nothing is read.
+No setting is touched (--held: but this one, of QuPeL). One line a kind and seed: QuPeL and Local (2, 3 bits; half of
+the clients each) and FedAvg's shared model, mean test accuracy over clients in percent. The data are drawn by the seed.
 """
 
 import argparse
@@ -20,7 +20,12 @@ CLIENTS = 12
 
 def mlp(inputs, classes, hidden=64):
     return nn.Sequential(
-        nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)
+        nn.Flatten(),
+        nn.Linear(inputs, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, classes),
     )
 
 
@@ -97,6 +102,8 @@ KINDS = {
     "clusters, mostly own": (lambda rng: clusters(rng, own=4.0), mlp(20, 5)),
     "clusters, moved": (lambda rng: clusters(rng, own=0.3, apart=3.0), mlp(20, 5)),
     "clusters x 100": (lambda rng: clusters(rng, scale=100.0), mlp(20, 5)),
+    "signals, small differences": (lambda rng: signals(rng, shift=0.03), mlp(64, 6)),
+    "signals, medium differences": (lambda rng: signals(rng, shift=0.1), mlp(64, 6)),
     "wine": (lambda rng: table(load_wine, rng), mlp(13, 3)),
     "breast cancer": (lambda rng: table(load_breast_cancer, rng), mlp(30, 2)),
     "digits, 2 classes each": (lambda rng: digits(rng, classes=2), mlp(64, 10)),
@@ -105,7 +112,7 @@ KINDS = {
 }
 
 
-def scores(kind, seed, rounds):
+def scores(kind, seed, rounds, held):
     make, net = KINDS[kind]
     clients = make(np.random.default_rng(seed))
     torch.manual_seed(seed)
@@ -113,11 +120,11 @@ def scores(kind, seed, rounds):
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
     bits = [2 + k % 2 for k in range(len(clients))]
-    found = {}
+    found, settings = {}, qupel.Settings(held=held) if held else None
     for method in ("qupel", "local", "fedavg"):
         fit = qupel.fit(
             net, clients, method=method, bits=32 if method == "fedavg" else bits, rounds=rounds, seed=seed, quiet=True,
-            engine="inline", evaluate_every=rounds,
+            engine="inline", evaluate_every=rounds, settings=settings if method == "qupel" else None,
         )  # fmt: skip
         test = 100 * np.asarray(fit.test)
         found[method] = [test.mean(), test[::2].mean(), test[1::2].mean()]
@@ -129,12 +136,13 @@ def main():
     parser.add_argument("kinds", nargs="*", choices=[[], *KINDS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--held", type=float, default=0.0)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     print("kind | seed | QuPeL (2, 3 bits) | Local | FedAvg | QuPeL - Local")
     for kind in asked.kinds or KINDS:
         for seed in asked.seeds:
-            s = scores(kind, seed, asked.rounds)
+            s = scores(kind, seed, asked.rounds, asked.held)
             told = [f"{v[0]:.1f} ({v[1]:.1f}, {v[2]:.1f})" for v in (s["qupel"], s["local"])]
             print(f"{kind} | {seed} | {told[0]} | {told[1]} | {s['fedavg'][0]:.1f} | "
                   f"{s['qupel'][0] - s['local'][0]:+.1f}", flush=True)  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qupel.core.codebook import mean_bits, model_bytes
 from qupel.core.layout import Layout, Slot
 from qupel.core.quantize import dead_centers
-from qupel.data.batches import batch, chunks, generator, rows_of_steps
+from qupel.data.batches import batch, chunks, generator, held_back, rows_of_steps
 from qupel.data.samples import Samples
 from qupel.engine.door import refuse_tokens
 from qupel.engine.job import Job
@@ -29,7 +29,16 @@ from qupel.engine.store import DiskStore, MemoryStore, Store
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
 from qupel.parts.base import Deployed, Info, Rows, State, Upload, as_rows
-from qupel.parts.methods.base import Method, adapted, keeps_state, models_of, row_per_network, state_of, w_is_mean
+from qupel.parts.methods.base import (
+    Method,
+    adapted,
+    chosen,
+    keeps_state,
+    models_of,
+    row_per_network,
+    state_of,
+    w_is_mean,
+)
 from qupel.parts.prior import NO_PRIOR, Prior, output_bias, shift
 from qupel.tasks.judge import EVALUATION_BATCH, Judge, Score
 from qupel.tasks.task import Batch, Diverged, ModuleTask, Problem, Task, Value
@@ -81,6 +90,7 @@ class Shard:
         self.starts: dict[Any, tuple[Tensor, State]] = {}  # phase and plan -> a model, what `_start` made of it
         self.priors: dict[tuple[int, float], Prior] = {}
         self.biases: dict[str, Slot | None] = {}
+        self.held_rows: dict[tuple[int, float], np.ndarray] = {}
         layouts = {name: Layout.of(module) for name, module in job.modules.items()}
         self.forms = Forms(
             layout=lambda client: layouts[job.network_of(client)],
@@ -124,6 +134,7 @@ class Shard:
             method, prior = job.phases[k].method, self.prior(client, k)
             if k != at:
                 before = self.prior(client, k - 1) if k else NO_PRIOR
+                state = self._chosen(k - 1, state, client) if k else state
                 state = self._start(k, prior.entered(before, state), client)
             rows = w[:shared] if k == phase else method.broadcast(w[0])
             models, apart = models_of(method, len(rows)), row_per_network(method)
@@ -193,6 +204,36 @@ class Shard:
             self.starts[key] = before.x, method.start(before, plan, problem)
         return self.starts[key][1]
 
+    def _chosen(self, phase: int, state: State, client: int) -> State:
+        """The state at the end of a phase, after the method's look at what it has held back."""
+        job, held = self.job, self.held(client, phase)
+        if held is None or not held.any():
+            return state
+        end = sum(p.rounds for p in job.phases[: phase + 1])
+        rows = job.parts[client].train_rows[held]
+        unseen = batch(job.data.train, rows, job.transform_of(client))
+        with own_randomness():
+            clock, ahead = job.clock(end - 1, job.local_steps - 1), self._ahead(client, end - 1, phase)
+            return chosen(job.phases[phase].method, state, self.problem(client), ahead, unseen, clock)
+
+    def held(self, client: int, phase: int) -> np.ndarray | None:
+        """Which of a client's rows the steps of a phase do not see (n,); none: they see all."""
+        share = self.job.phases[phase].held
+        if not share:
+            return None
+        if (client, share) not in self.held_rows:
+            rows = self.job.parts[client].train_rows
+            targets = self.job.data.train.read(rows).targets if self.job.data.classes is not None else None
+            classes = isinstance(targets, Tensor) and targets.ndim == 1
+            labels = torch.as_tensor(targets).cpu().numpy() if classes else np.zeros(len(rows))
+            self.held_rows[client, share] = held_back(labels, share)
+        return self.held_rows[client, share]
+
+    def seen(self, client: int, phase: int) -> np.ndarray:
+        """The client's rows of the data set that the steps of a phase see."""
+        rows, held = self.job.parts[client].train_rows, self.held(client, phase)
+        return rows if held is None else rows[~held]
+
     def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         """tau local steps at each of these clients. A client that fails keeps the state it had before the round."""
         job = self.job
@@ -232,9 +273,9 @@ class Shard:
             return upload
         return cover.leave(upload, w, self.noise or noise_at(self.job, client, round))
 
-    def rows_of(self, client: int, round: int) -> np.ndarray:
-        """Rows of the data set that a client sees in a round, a batch each step (tau, b)."""
-        job, owned = self.job, self.job.parts[client].train_rows
+    def rows_of(self, client: int, round: int, phase: int | None = None) -> np.ndarray:
+        """Rows of the data set that a client sees in a round, of those of its phase or another, by steps (tau, b)."""
+        job, owned = self.job, self.seen(client, self.job.locate(round)[0] if phase is None else phase)
         return owned[rows_of_steps(job.seed, client, round * job.local_steps, job.local_steps, len(owned), job.batch)]
 
     def batch(self, client: int, step: int, rows: np.ndarray) -> Batch:
@@ -262,13 +303,13 @@ class Shard:
         method, clock = self.job.phases[phase].method, self.job.clock(round, self.job.local_steps - 1)
         with own_randomness():
             return adapted(
-                method, self.state(client, phase, w), self.problem(client), self._ahead(client, round), clock
+                method, self.state(client, phase, w), self.problem(client), self._ahead(client, round, phase), clock
             )
 
-    def _ahead(self, client: int, round: int) -> Iterator[Batch]:
-        """The client's batches of the steps after a round."""
+    def _ahead(self, client: int, round: int, phase: int) -> Iterator[Batch]:
+        """The client's batches of the steps after a round, of the rows that a phase sees."""
         for later in count(round + 1):
-            for local, rows in enumerate(self.rows_of(client, later)):
+            for local, rows in enumerate(self.rows_of(client, later, phase)):
                 yield self.batch(client, later * self.job.local_steps + local, rows)
 
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
@@ -302,7 +343,7 @@ class Shard:
         """What diagnostics look at: all of the client's training data, or the batch of its next step."""
         if mode == "full":
             return list(self.job.calibration(client, None))
-        return [next(self._ahead(client, round))]
+        return [next(self._ahead(client, round, self.job.locate(round)[0]))]
 
     def _score(self, client: int, x: Tensor, samples: Samples) -> Score:
         test = partial(chunks, samples, EVALUATION_BATCH, self.job.transform_of(client))

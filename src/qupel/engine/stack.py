@@ -58,7 +58,7 @@ class StackedShard(Shard):
                 other = next(ahead, None) if len(found) + len(done) < held else None
                 if other is not None:
                     state = self.state(other, phase, w)
-                    found[other] = self._group(other, state)
+                    found[other] = self._group(other, state, phase)
                     group = groups.setdefault(found[other], {})
                     group[other] = state
                     full = found[other] if len(group) == self.most else None
@@ -70,10 +70,10 @@ class StackedShard(Shard):
                         done[trained.client] = trained
             yield done.pop(client)
 
-    def _group(self, client: int, state: State) -> Group:
+    def _group(self, client: int, state: State, phase: int) -> Group:
         """Its network, the shape of its state and the size of its batches."""
         shape, _ = flatten(state, 0)
-        size = min(self.job.batch, len(self.job.parts[client].train_rows))
+        size = min(self.job.batch, len(self.seen(client, phase)))
         return self.job.network_of(client), *shape.parts.items(), *shape.layers.items(), size
 
     def _train_stack(self, round: int, w: Rows, members: dict[int, State]) -> Iterator[Trained]:

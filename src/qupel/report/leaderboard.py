@@ -157,6 +157,24 @@ def sentence(federation: Federation, reference: str) -> str:
     return f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
+def overview(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """By federation and bits: the reference, and the best of the others."""
+    rows = []
+    for title, federation in board["federations"].items():
+        m = measure_of(federation)
+        for bits in dict.fromkeys(c["bits"] for c in federation["cells"]):
+            here = [c for c in federation["cells"] if c["bits"] == bits and c["mean"] is not None]
+            ours = next((c for c in here if c["method"] == board["reference"]), None)
+            others = sorted((c for c in here if c["gain"] is not None), key=lambda c: c["gain"])
+            if ours is None or not others:
+                continue
+            best = dict(zip(HEAD, (text for text, _ in _texts(others[0], m)), strict=True))
+            told = (best[key] for key in ("method", "{score}", "gain", "95 % interval"))
+            rows.append([title, shown_bits(bits), _texts(ours, m)[HEAD.index("{score}")][0], *told])
+    head = ["federation", "bits", board["reference"], "the best other", "its score", "gain", "95 % interval"]
+    return head, rows
+
+
 def _apart(c: Cell, m: Measure) -> str:
     gap = abs(c["gain"])
     sure = "not tested" if c["p"] is None else f"p = {c['p']:.2g}" if c["p"] < 0.05 else "not significant"
@@ -266,6 +284,7 @@ def about_words(federation: Federation) -> list[str]:
 
 def markdown(board: dict[str, Any]) -> str:
     text = [f"# Leaderboard\n\n`qupel compare {board['file']}`\n\n{search_words(board)}\n\n{WORDS}\n"]
+    text.append(tables.markdown(*overview(board)))
     for title, federation in board["federations"].items():
         head, body = table(federation)
         text.append(f"## {tables.markdown_text(title)}\n\n{tables.markdown_text(federation['facts'])}\n")

@@ -30,6 +30,7 @@ def page(board: dict[str, Any]) -> str:
         "<h1>Leaderboard</h1>",
         f'<p class="soft"><code>qupel compare {escape(board["file"])}</code> · {links}</p>',
         f"<p>{escape(numbers.search_words(board))} {escape(numbers.WORDS)}</p>",
+        html_table(*numbers.overview(board), "words"),
         switches(c),
         *(_section(k, name, f, places, board["reference"]) for k, (name, f) in enumerate(found.items())),
         f'<p class="legend">{escape(numbers.READ)}; {escape(numbers.gain_words(board))}.</p>',

@@ -54,7 +54,7 @@ def qupel(s: Settings, b: Length) -> list[Phase]:
         return Hedged(stage, rate, s.x_optimizer(b), alone_rate, Adam(), tie, s.fails, quantizer)
 
     return [
-        Phase(method("both", 0, NoQuantizer()), first, s.w_server()),
+        Phase(method("both", 0, NoQuantizer()), first, s.w_server(), held=s.held),
         Phase(method("chosen", first, s.meeting(levels, b, first)), shared, s.w_server()),
         Phase(method("own", first + shared, s.meeting(levels, b, first + shared)), own, prior=s.prior),
         Phase(method("own", b.rounds - last, s.fixed(levels, b, b.rounds - last)), last, prior=s.prior),

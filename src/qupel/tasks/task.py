@@ -19,7 +19,20 @@ from qupel.tasks.convolution import use_fft
 from qupel.tasks.trees import Tree, call, leaves, over
 from qupel.util.errors import UserError
 
-__all__ = ["Batch", "Diverged", "Evaluated", "Loss", "ModuleTask", "Pass", "Problem", "Task", "Tree", "Value", "call"]
+__all__ = [
+    "Batch",
+    "Diverged",
+    "Evaluated",
+    "Loss",
+    "ModuleTask",
+    "Pass",
+    "Problem",
+    "Task",
+    "Tree",
+    "Value",
+    "call",
+    "each_loss",
+]
 
 Loss = Callable[..., Tensor]  # (outputs, targets, *given) -> mean loss over the batch
 Value = float | Tensor  # a loss; of a stack of clients one each (k,)
@@ -103,6 +116,17 @@ class Task(Protocol):
 
     def loss_of(self, outputs: Tree, batch: Batch) -> Value:
         """The mean loss over the batch of what the network said."""
+
+
+def each_loss(task: Task, x: Tensor, batch: Batch) -> list[float]:
+    """The loss at x of every sample of a batch, after one pass of all of them."""
+    outputs, count = task.outputs(x, batch.inputs), len(next(iter(leaves(batch.targets))))
+
+    def one(tree: Tree, k: int) -> Tree:
+        return over(lambda leaf: leaf[k : k + 1], tree)
+
+    samples = (Batch(one(batch.inputs, k), one(batch.targets, k), one(batch.given, k)) for k in range(count))
+    return [float(task.loss_of(one(outputs, k), sample)) for k, sample in enumerate(samples)]
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,12 @@ def adapted(method: Method, state: Any, problem: Problem, batches: Iterable[Batc
     return adapt(state, problem, batches, clock) if adapt is not None else state
 
 
+def chosen(method: Method, state: Any, problem: Problem, batches: Iterable[Batch], held: Batch, clock: Clock) -> Any:
+    """The state after a look at samples that no step of the phase has seen; itself, unless the method looks."""
+    choose = getattr(method, "choose", None)
+    return choose(state, problem, batches, held, clock) if choose is not None else state
+
+
 def quantized_step(
     quantizer: Quantizer,
     optimizer: Optimizer,

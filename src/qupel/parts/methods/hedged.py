@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import ClassVar, Literal
 
 import torch
@@ -15,9 +17,11 @@ from qupel.parts.base import Deployed, Info, Rows, State, Upload, received
 from qupel.parts.methods.base import OneRow, methods
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.quantizers.none import NoQuantizer
-from qupel.tasks.task import Batch, Problem
+from qupel.tasks.task import Batch, Problem, each_loss
 
 ADAM = Adam()
+BETTER = 0.8  # of w's loss on samples held back: one's own model is better by that much
+TRIES = 30  # steps that w has at a client before that
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +44,9 @@ class Hedged(OneRow):
 
     both     x is FedAvg's. Beside it the client trains v alone, by an optimizer of its own. It is alone where sharing
              fails: where w, as it comes, loses on the client's batches more than `fails` of what it lost at first.
-             (w saw them with a weight of 1/n only, so that is nearly a loss on fresh samples.)
+             (w saw them with a weight of 1/n only, so that is nearly a loss on fresh samples.) And, where the phase has
+             held samples back, it is alone where v loses on these less than 0.8 of what w does after 30 steps at the
+             client; a sample counts at most as much as a whole batch lost at first.
     chosen   FedAvg among those who stay, with the quantizer; those alone go on with x = v, and send no share.
     own      nobody sends: x <- x - eta1 (g + lambda_p (x - w)) of those who stayed; those alone have no pull.
              g: what the quantizer descends on.
@@ -101,6 +107,18 @@ class Hedged(OneRow):
         info = replace(info, more={**info.more, **more})
         return replace(s, x=x, codebook=codebook, memory=memory, shared_memory=shared_memory), info
 
+    def choose(
+        self, s: HedgedState, problem: Problem, batches: Iterable[Batch], held: Batch, clock: Clock
+    ) -> HedgedState:
+        if self.stage != "both":
+            return s
+        u, memory, eta1 = s.w, self.optimizer.memory(s.w), self.eta1(clock.time)
+        for batch in islice(batches, TRIES):
+            u, memory = self.optimizer.step(u, problem.own.gradient(u, batch).gradient, memory, eta1)
+        most = float(s.losses[..., 0])  # more than w at first is just wrong, however sure of it a model is
+        apart, together = (mean_of(each_loss(problem.own, x, held), most) for x in (s.beside[0], u))
+        return replace(s, alone=torch.ones_like(s.alone)) if apart < BETTER * together else s
+
     def upload(self, state: HedgedState) -> Upload | None:
         if self.stage == "own":
             return None
@@ -126,6 +144,11 @@ class Hedged(OneRow):
 
     def tie(self, time: float) -> float:
         return self.lambda_p(time) if self.stage == "own" else 0.0
+
+
+def mean_of(losses: Sequence[float], most: float) -> float:
+    """Where none counts for more than `most`."""
+    return sum(min(loss, most) for loss in losses) / len(losses)
 
 
 def _pick(alone: Tensor, x: Tensor, w: Tensor) -> Tensor:
