@@ -1,5 +1,6 @@
 """A comparison: what its file becomes, a search that sees no test data, runs that stop and go on, the page."""
 
+import copy
 import json
 import re
 from html.parser import HTMLParser
@@ -395,6 +396,12 @@ def test_the_overview_has_the_best_rival_at_every_width(board):
                 row = next(r for r in rows if r[:2] == [title, leaderboard.shown_bits(bits)])
                 assert row[3] == leaderboard.name(best)
     assert rows
+    alone = copy.deepcopy(board)
+    for federation in alone["federations"].values():
+        federation |= {"cells": [c for c in federation["cells"] if c["gain"] is None], "said": ""}
+    text = leaderboard.markdown(alone)  # nobody to compare with
+    assert "the best other" not in text
+    assert "****" not in text
 
 
 @pytest.mark.parametrize(

@@ -284,11 +284,12 @@ def about_words(federation: Federation) -> list[str]:
 
 def markdown(board: dict[str, Any]) -> str:
     text = [f"# Leaderboard\n\n`qupel compare {board['file']}`\n\n{search_words(board)}\n\n{WORDS}\n"]
-    text.append(tables.markdown(*overview(board)))
+    head, rows = overview(board)
+    text += [tables.markdown(head, rows)] if rows else []
     for title, federation in board["federations"].items():
         head, body = table(federation)
         text.append(f"## {tables.markdown_text(title)}\n\n{tables.markdown_text(federation['facts'])}\n")
-        text.append(f"**{tables.markdown_text(federation['said'])}**\n")
+        text += [f"**{tables.markdown_text(federation['said'])}**\n"] if federation["said"] else []
         text.append(tables.markdown(head, [[t for t, _ in row] for row in body]))
         text += [f"{tables.markdown_text(words)}\n" for words in about_words(federation)]
         text.append(f"Machine: {tables.markdown_text(federation['machine'])}; {federation['finished']}.\n")

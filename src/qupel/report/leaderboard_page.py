@@ -25,12 +25,13 @@ def page(board: dict[str, Any]) -> str:
     series = (Series(f"{m}, {shown_bits(b)}", methods.index(m), widths.index(b), ()) for m, b in places)
     c = Comparison(tuple(methods), tuple(map(shown_bits, widths)), tuple(series))
     told = {f"chart-{k}": chart(f, places, board["reference"]) for k, f in enumerate(found.values())}
+    overview = numbers.overview(board)
     links = ", ".join(f'<a href="#federation-{k}">{escape(name)}</a>' for k, name in enumerate(found))
     parts = [
         "<h1>Leaderboard</h1>",
         f'<p class="soft"><code>qupel compare {escape(board["file"])}</code> · {links}</p>',
         f"<p>{escape(numbers.search_words(board))} {escape(numbers.WORDS)}</p>",
-        html_table(*numbers.overview(board), "words"),
+        *([html_table(*overview, "words")] if overview[1] else []),
         switches(c),
         *(_section(k, name, f, places, board["reference"]) for k, (name, f) in enumerate(found.items())),
         f'<p class="legend">{escape(numbers.READ)}; {escape(numbers.gain_words(board))}.</p>',
