@@ -1,6 +1,6 @@
 """The EMG models of the leaderboard on recordings that were made later.
 
-    python experiments/emg_later.py runs/leaderboard/emg      judge the model files of all finished cells
+    python experiments/emg_later.py runs/leaderboard/emg      judge the model files of the cells that have them
     python experiments/emg_later.py                           the page alone, from docs/results/emg_later.json
 
 18 of the 40 people have two later recordings (`later_*` of emg.npz). No method saw them, and no model is adapted.
@@ -32,7 +32,7 @@ def judge(run: Path) -> list[dict[str, Any]]:
     inputs, targets, owners = (arrays[f"later_{what}"] for what in ("inputs", "targets", "groups"))
     people = np.unique(owners).tolist()
     found = []
-    for path in sorted(run.glob("cells/*/result.json")):
+    for path in sorted(p for p in run.glob("cells/*/result.json") if (p.parent / "models").exists()):
         result, scores = read_result(path), []
         for person in people:
             client = int(np.flatnonzero(everyone == person)[0])
@@ -75,10 +75,11 @@ def page(cells: list[dict[str, Any]]) -> str:
     return f"""# EMG, recordings made later
 
 `python experiments/emg_later.py RUN/emg` after `qupel compare experiments/leaderboard.toml --only emg --out RUN`;
-seeds {seeds}. The [leaderboard](../leaderboard.md)'s model files of the {len(cells[0]["later"])} people who were recorded
-again, on these two later recordings. No method saw them, nothing is adapted. first time: these people's accuracy on the
-fourth of the first recordings, as on the leaderboard. gain: {REFERENCE} at the same bits minus the method, in
-points, with its 95 % interval; * p < 0.05, ** p < 0.01, *** p < 0.001 ({WORDS}). All seeds have the same people.
+seeds {seeds}. The [leaderboard](../leaderboard.md)'s model files of the {len(cells[0]["later"])} people who were
+recorded again, on these two later recordings. No method saw them, nothing is adapted. first time: these people's
+accuracy on the fourth of the first recordings, as on the leaderboard. gain: {REFERENCE} at the same bits minus the
+method, in points, with its 95 % interval; * p < 0.05, ** p < 0.01, *** p < 0.001 ({WORDS}). All
+seeds have the same people.
 
 | bits | method | later % | first time % | gain | 95 % interval |
 |---|---|---|---|---|---|
