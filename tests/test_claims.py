@@ -87,6 +87,25 @@ def test_the_leaderboard_is_made_of_its_numbers(tmp_path):
         assert path.read_text() == (docs / path.name).read_text()
 
 
+def test_what_readme_says_of_the_leaderboard():
+    said = plain((ROOT / "README.md").read_text())
+    assert "at 2 bits no other method ends above QuPeL on any of them" in said
+    assert "at full precision Ditto or FedDyn do on each, not told apart" in said
+    assert "at 1 bit QuPeL collapses on the writers, with the step size that was chosen at 2 bits" in said
+    board = json.loads((RESULTS.parent / leaderboard.NUMBERS).read_text())
+    found = board["federations"]
+    assert (list(found), len(board["methods"])) == (["emg", "roles", "mnist-writers"], 17)
+    for federation in found.values():
+        gains = {(c["method"], c["bits"]): c for c in federation["cells"] if c["gain"] is not None}
+        assert min(c["gain"] for (_, bits), c in gains.items() if bits == 2) > 0
+        above = {m: c for (m, bits), c in gains.items() if bits == 32 and c["gain"] < 0}
+        assert {"ditto", "feddyn"} & set(above)
+        assert all(c["p"] is None or c["p"] > 0.05 for c in above.values())
+    writers = found["mnist-writers"]
+    assert writers["search"]["qupel"]["bits"] == 2
+    assert next(c["mean"] for c in writers["cells"] if (c["method"], c["bits"]) == ("qupel", 1)) < 50
+
+
 def test_one_slow_client_costs_asynchronous_rounds_at_most_half_the_time():
     late, curves = script("late"), read("late")["curves"]
     for goal in late.GOALS:
