@@ -132,7 +132,7 @@ def flower(nodes: int) -> Point:
 OTHERS: dict[str, tuple[Callable[[int], Point], Sequence[int]]] = {
     "workers": (processes("workers"), (1, 2)),
     "ranks": (processes("ranks"), (1, 2)),
-    "Flower nodes": (flower, (3, 6, 12)),
+    "Flower nodes": (flower, (3, 6, 12, 24)),
 }
 LIMITS = {  # what a reader should know, too, beyond what was measured
     "clients": "memory, some 8 kB a client: who has which rows above all. Clients that do not take part cost no time; "

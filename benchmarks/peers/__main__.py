@@ -38,7 +38,7 @@ PACKAGES = {
     "fluke": "fluke-fl",
     "NVFlare simulator": "nvflare",
 }
-MOST_CLIENTS = {"NVFlare simulator": 100}  # beyond 20 it starts a process for every client of every round: hours
+MOST_CLIENTS = {"NVFlare simulator": 20}  # beyond it starts a process for every client of every round: minutes a round
 
 
 def installed(package: str) -> bool:
@@ -148,8 +148,8 @@ def page(results: dict[str, dict]) -> str:
         "second while it is timed, which slows it, so that its seconds, here all of Flower's, are upper bounds). Two "
         "processes with one thread each, same first model and batches; the last column: how far the last models are "
         "apart at most. Evaluation is off everywhere. fluke trains clients one after the other, so it is one process "
-        "with two threads. NVFlare's simulator has a process for each of up to 20 clients; of 100 it starts one for "
-        "each in every round, two at a time, and with 1,000 it is left out.",
+        "with two threads. NVFlare's simulator has a process for each of up to 20 clients; of more it starts one for "
+        "each in every round, two at a time: there it is left out.",
         "",
         "CNN: 5 layers, 797,962 parameters, batch 50. MLP: 64-64-32-10, 6,570 parameters, batch 10; wide MLP: 50,826 "
         "parameters. Ten local steps a round; a client of an MLP has 100 samples, so that a round is an epoch. "
