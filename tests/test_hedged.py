@@ -13,14 +13,16 @@ from qupel.core.schedule import Schedule
 from qupel.data.batches import generator, held_back
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
+from qupel.parts.methods import hedged as hedged_file
 from qupel.parts.methods.fedavg import FedAvg
-from qupel.parts.methods.hedged import Hedged, mean_of
+from qupel.parts.methods.hedged import MARGIN, Hedged, choice
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase, phase_from
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.parts.quantizers.prox import Prox
 from qupel.parts.quantizers.ste import StraightThrough
+from qupel.parts.servers.fedavgm import FedAvgM
 from qupel.run.recipes import find
 from qupel.run.settings import Length, Settings, stages
 from qupel.tasks.task import Batch, ModuleTask, each_loss
@@ -41,9 +43,16 @@ def ended(phases):
         return models, done.w[0], [engine.shard.state(i, len(job.phases) - 1, done.w) for i in clients]
 
 
-def hedged(fails, pull=0.0):
-    stages = (("both", NoQuantizer()), ("chosen", STE), ("own", STE))
-    return [Phase(Hedged(stage, fails=fails, quantizer=q, lambda_p=Schedule(pull), **RATES), 2) for stage, q in stages]
+def hedged(pull=0.0, held=0.0, levels=STE):
+    stages = (("both", NoQuantizer()), ("both", levels), ("asked", levels), ("own", levels))
+    made = [Hedged(stage, quantizer=q, lambda_p=Schedule(pull), **RATES) for stage, q in stages]
+    return [Phase(method, 2, held=held if method.stage == "both" else 0.0) for method in made]
+
+
+@pytest.fixture
+def all_go(monkeypatch):
+    """Whatever the evidence says."""
+    monkeypatch.setattr(hedged_file, "choice", lambda evidence, told, before: torch.ones_like(before))
 
 
 def same(a, b):
@@ -55,50 +64,29 @@ def test_where_nobody_goes_alone_it_is_fedavg_and_then_qupel_whose_w_rests():
     eta1 = RATES["eta1"]
     plain = [
         Phase(FedAvg(eta1), 2),
-        Phase(FedAvg(eta1, quantizer=STE), 2),
+        *[Phase(FedAvg(eta1, quantizer=STE), 2)] * 2,
         Phase(QuPeL(eta1, lambda_p=Schedule(0.5), coupling=0.0, quantizer=STE), 2),
     ]
-    models, w, states = ended(hedged(fails=1e9, pull=0.5))
+    models, w, states = ended(hedged(pull=0.5))
     expected, w_expected, _ = ended(plain)
     same(models, expected)
     torch.testing.assert_close(w, w_expected)
     assert not any(bool(s.alone.any()) for s in states)
 
 
-def test_where_all_go_alone_it_is_local_and_the_server_keeps_what_it_had():
+def test_where_all_go_alone_it_is_local_and_w_is_fedavgs(all_go):
     eta1, adam = RATES["alone_eta1"], Adam()
-    plain = [Phase(Local(eta1, adam, NoQuantizer()), 2), *[Phase(Local(eta1, adam, STE), 2)] * 2]
-    models, w, states = ended(hedged(fails=0.0, pull=0.5))
+    steps = replace(STE, lloyd=0)  # a phase counts its steps anew, and Local's is one
+    plain = [Phase(Local(eta1, adam, NoQuantizer()), 2), Phase(Local(eta1, adam, steps), 6)]
+    models, w, states = ended(hedged(pull=0.5, levels=steps))
     same(models, ended(plain)[0])
     assert all(bool(s.alone.all()) for s in states)
-    torch.testing.assert_close(w, ended([Phase(FedAvg(RATES["eta1"]), 2)])[1])
-
-
-def test_it_is_the_loss_of_w_as_it_comes_that_decides():
-    method = Hedged("both", fails=0.8)
-    job = make_job([Phase(method, 1)])
-    with Inline(job) as engine:
-        shard = engine.shard
-        problem, w = shard.problem(0), shard.initial
-        state, batch = shard.state(0, 0, (w,)), shard.batch(0, 0, shard.rows_of(0, 0)[0])
-        first = problem.own.value(w, batch)
-        state, _ = method.step(state, problem, batch, job.clock(0, 0))
-        assert state.losses.tolist() == pytest.approx([first, first])
-        assert state.alone.tolist() == [1.0]  # the first loss is all of the first loss
-        again, _ = method.step(state, problem, batch, job.clock(0, 0))
-        torch.testing.assert_close(again.losses, state.losses)  # only a round's first step looks
-        better = w.clone()
-        for _ in range(40):
-            better = better - 0.2 * problem.own.gradient(better, batch).gradient
-        came = method.receive(again, (better,))
-        came, _ = method.step(came, problem, batch, job.clock(0, 0))
-        lately = (first + problem.own.value(better, batch)) / 2
-        assert came.losses.tolist() == pytest.approx([first, lately], rel=1e-4)
-        assert came.alone.tolist() == [float(lately > 0.8 * first)] == [0.0]
+    rate = RATES["eta1"]
+    torch.testing.assert_close(w, ended([Phase(FedAvg(rate), 2), Phase(FedAvg(rate, quantizer=steps), 4)])[1])
 
 
 def test_samples_held_back_are_seen_by_no_step_of_the_phase_and_by_all_later_ones():
-    job = make_job([Phase(Hedged("both"), 3, held=0.5), Phase(Hedged("chosen"), 3)])
+    job = make_job([Phase(Hedged("both"), 3, held=0.5), Phase(Hedged("asked"), 3)])
     with Inline(job) as engine:
         shard, own = engine.shard, set(job.parts[0].train_rows.tolist())
         held = set(job.parts[0].train_rows[shard.held(0, 0)].tolist())
@@ -116,8 +104,8 @@ def test_samples_held_back_are_seen_by_no_step_of_the_phase_and_by_all_later_one
 @pytest.mark.parametrize(("fits", "alone"), [("v", 1.0), ("w", 0.0), ("both", 0.0)])
 def test_samples_held_back_decide_between_ones_own_model_and_w(fits, alone):
     """Whichever has learned them loses less on them; of two equal ones it is w."""
-    method = Hedged("both", eta1=Schedule(1e-6), fails=1e9)
-    job = make_job([Phase(method, 1, held=0.5), Phase(replace(method, stage="chosen"), 1)])
+    method = Hedged("both", eta1=Schedule(1e-6))
+    job = make_job([Phase(method, 1, held=0.5), Phase(replace(method, stage="own"), 1)])
     with Inline(job) as engine:
         shard = engine.shard
         problem, w = shard.problem(0), shard.initial
@@ -128,14 +116,36 @@ def test_samples_held_back_decide_between_ones_own_model_and_w(fits, alone):
         state = shard.state(0, 0, (w,))
         first, _ = method.step(state, problem, held, job.clock(0, 0))
         at = {"v": (good, w), "w": (w, good), "both": (good, good)}[fits]
-        state = replace(first, beside=at[:1], x=at[1], w=at[1])
+        state = replace(first, v=at[:1], x=at[1], w=at[1])
         assert shard._chosen(0, state, 0).alone.tolist() == [alone]
         shard.store.put(0, 0, state)
         assert shard.state(0, 1, (at[1],)).alone.tolist() == [alone]  # as it enters the next phase
 
 
-def test_a_sample_counts_at_most_as_much_as_all_did_at_first():
-    assert mean_of([0.0, 50.0], most=2.0) == 1.0
+def test_the_evidence_is_what_the_formula_says():
+    """e, e^2, the variance of e: of the samples' differences in units of the first loss, no loss above 1."""
+    method = Hedged("both", eta1=Schedule(0.05))
+    job = make_job([Phase(method, 1, held=0.5)])
+    with Inline(job) as engine:
+        shard, held = engine.shard, engine.shard.held(0, 0)
+        problem, w, batches = shard.problem(0), shard.initial, list(islice(shard._ahead(0, 0, 0), 30))
+        unseen = shard._augmented(0, 0, job.parts[0].train_rows[held])
+        state = shard.state(0, 0, (w,))
+        first = problem.own.value(w, batches[0])
+        state, _ = method.step(state, problem, batches[0], job.clock(0, 0))
+        again, _ = method.step(state, problem, batches[1], job.clock(0, 1))
+        assert again.first.tolist() == pytest.approx([first])  # only the very first step looks
+        found = method.choose(replace(state, w=w), problem, batches, unseen, job.clock(0, 0)).evidence
+        u = w
+        for batch in batches:
+            u = u - 0.05 * problem.own.gradient(u, batch).gradient
+        losses = [np.minimum(each_loss(problem.own, x, unseen), first) / first for x in (u, state.v[0])]
+        gains = losses[0] - losses[1]
+        e, n = gains.mean(), len(gains)
+        assert found.tolist() == pytest.approx([e, e**2, gains.var(ddof=1) / n, 1.0], rel=1e-3)
+
+
+def test_each_loss_is_the_loss_of_each_sample():
     task = ModuleTask(nn.Linear(3, 4), nn.functional.cross_entropy)
     x, batch = torch.randn(16), Batch(torch.randn(6, 3), torch.arange(6) % 4)
     each = each_loss(task, x, batch)
@@ -144,7 +154,69 @@ def test_a_sample_counts_at_most_as_much_as_all_did_at_first():
     assert each == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.parametrize(("count", "share", "held"), [(24, 0.2, 5), (20, 0.2, 0), (100, 0.2, 20), (5000, 0.2, 50)])
+def test_a_client_takes_for_its_gain_what_all_have_seen():
+    """Shrunk to the clients' mean: entirely where they differ no more than chance lets them, hardly where they do."""
+
+    def choices(gains, variance):
+        evidence = torch.tensor([[e, e * e, variance, 1.0] for e in gains])
+        return choice(evidence, evidence.mean(0)[:3].expand(len(gains), 3), torch.zeros(len(gains), 1))[:, 0].tolist()
+
+    assert choices([0.3, 0.2, -0.1, 0.2], 0.05) == [1.0] * 4  # noise: all like the mean
+    assert choices([-0.3, -0.2, 0.1, -0.2], 0.05) == [0.0] * 4
+    assert choices([0.3, 0.2, -0.1, 0.2], 0.0001) == [1.0, 1.0, 0.0, 1.0]  # differences: each like itself
+    m, m_2, s = MARGIN + 0.1, 0.04 + (MARGIN + 0.1) ** 2, 0.02  # by hand: t = 0.02, so e and m count alike
+    told, stays, goes = torch.tensor([m, m_2, s]), torch.zeros(1), torch.ones(1)
+    for e, expected in ((MARGIN - 0.09, goes), (MARGIN - 0.11, stays)):
+        assert torch.equal(choice(torch.tensor([e, e * e, s, 1.0]), told, stays), expected)
+    assert torch.equal(choice(torch.zeros(4), told, stays), goes)  # no samples of its own: as the others
+    for before in (stays, goes):  # nobody told
+        assert torch.equal(choice(torch.tensor([9.0, 81.0, 0.0, 1.0]), torch.zeros(5), before), before)
+        assert torch.equal(choice(torch.tensor([9.0, 81.0, 0.0, 1.0]), torch.ones(2), before), before)  # of two numbers
+
+
+def test_the_clients_means_come_back_in_the_second_round_that_asks():
+    """Rows of the model and of what is asked: the second is no model, and the server's plain mean."""
+    phases = [Phase(replace(p.method), 2, FedAvgM(0.9, nesterov=True), held=p.held) for p in hedged(held=0.4)]
+    job = make_job(phases)
+    with Inline(job) as engine:
+        done = run(first(job, 6), engine)
+        states = [engine.shard.store.get(i, done.w[0])[1] for i in range(len(job.parts))]
+        shares = np.array([job.share(i) for i in range(len(job.parts))])
+        evidence = np.array([s.evidence[:3].tolist() for s in states])
+        mean = shares @ evidence / shares.sum()
+        assert done.w[1][:3].tolist() == pytest.approx(mean.tolist(), rel=1e-4)
+        assert not done.w[1][3:].any()
+        told = torch.tensor(mean, dtype=torch.float32)
+        expected = [choice(s.evidence, told, torch.zeros(1)) for s in states]
+        assert [s.alone for s in states] == expected
+        later = [engine.shard.state(i, 3, (done.w[0],)).alone for i in range(len(job.parts))]
+        assert later == expected  # a phase that is over is not heard again
+        assert evidence[:, 0].std() > 0
+
+
+def first(job, rounds):
+    """The first rounds of a job."""
+    ends, phases = 0, []
+    for phase in job.phases:
+        phases.append(replace(phase, rounds=min(phase.rounds, rounds - ends)))
+        ends += phases[-1].rounds
+    return replace(job, phases=phases)
+
+
+def test_a_server_that_goes_on_keeps_its_memory():
+    """Momentum does not begin anew with a phase of the same server; with another it does."""
+    server = FedAvgM(0.9, nesterov=True)
+    split = [Phase(FedAvg(RATES["eta1"]), rounds, server) for rounds in (2, 3)]
+    models, w, _ = ended([Phase(FedAvg(RATES["eta1"]), 5, server)])
+    same(ended(split)[0], models)
+    other = [split[0], replace(split[1], server=FedAvgM(0.9, nesterov=True, rate=0.999999))]
+    assert not torch.allclose(ended(other)[1], w, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "held"),
+    [(11, 0.2, 0), (12, 0.2, 3), (24, 0.2, 5), (20, 0.1, 3), (100, 0.2, 20), (5000, 0.2, 50)],
+)
 def test_how_many_samples_are_held_back(count, share, held):
     labels = generator(0, "labels", count).integers(0, 4, count)
     which = held_back(labels, share)
@@ -158,7 +230,7 @@ def test_how_many_samples_are_held_back(count, share, held):
 def test_the_share_held_back_is_a_setting_of_the_recipe_and_of_a_phase():
     s, length = Settings(held=0.2), Length(rounds=30, local_steps=10, epoch_steps=5)
     phases = find("qupel").phases(s, length)
-    assert [p.held for p in phases] == [0.2, 0.0, 0.0, 0.0]
+    assert [p.held for p in phases] == [0.2, 0.2, 0.0, 0.0, 0.0]
     assert [phase_from(p.table(), "phase") for p in phases] == phases
     with pytest.raises(UserError, match=r"phases\[0\].held: a share from 0 on and below 1 is needed, not 1"):
         phase_from({"method": "hedged", "rounds": 1, "held": 1}, "phases[0]")
@@ -166,25 +238,25 @@ def test_the_share_held_back_is_a_setting_of_the_recipe_and_of_a_phase():
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_clients_choose_the_same_one_by_one_and_in_stacks(stacked):
-    phases = [replace(p, held=0.4 if k == 0 else 0.0) for k, p in enumerate(hedged(fails=1e9))]
+    phases = hedged(held=0.4)
     job = replace(make_job(phases), stacked=stacked)
     with Inline(job) as engine:
         done = run(job, engine)
-        found = [engine.shard.state(i, 2, done.w).alone.item() for i in range(len(job.parts))]
-    assert found == [s.alone.item() for s in ended(phases)[2]]
+        found = [engine.shard.state(i, 3, done.w) for i in range(len(job.parts))]
+    others = ended(phases)[2]
+    assert [s.alone.item() for s in found] == [s.alone.item() for s in others]
+    for mine, other in zip(found, others, strict=True):
+        torch.testing.assert_close(mine.evidence, other.evidence, rtol=1e-3, atol=1e-5)
 
 
-def test_nothing_of_a_client_that_is_alone_leaves_it():
-    method = Hedged("chosen", quantizer=STE)
-    job = make_job([Phase(method, 1)])
-    with Inline(job) as engine:
-        state = engine.shard.state(0, 0, (engine.shard.initial,))
-        state = replace(state, x=state.x + 1, alone=torch.ones(1))
-        sent = method.upload(state)
-        assert torch.equal(sent.rows[0], state.w)
-        assert sent.shares.tolist() == [0.0]
-        kept = replace(state, alone=torch.zeros(1))
-        assert torch.equal(method.upload(kept).rows[0], kept.x)
+def test_the_last_phase_that_holds_back_is_where_clients_choose():
+    first, second, _, last = hedged(held=0.4)
+    for phases, chosen in (([first, last], True), ([first, second, last], False)):
+        job = make_job(phases)
+        with Inline(job) as engine:
+            state = engine.shard.state(0, 0, (engine.shard.initial,))
+            state = replace(state, first=torch.ones(1))
+            assert bool(engine.shard._chosen(0, state, 0).evidence.any()) is chosen
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 5, 10, 30, 150])
@@ -210,10 +282,10 @@ def test_the_default_is_local_for_those_who_are_alone():
     length, s = Length(20, 3, 5.0), Settings(**find("qupel").defaults)
     alone = find("local").phases(Settings(**find("local").defaults), length)
     mine = find("qupel").phases(s, length)
-    assert [p.rounds for p in mine] == [10, 4, 4, 2]
+    assert [p.rounds for p in mine] == [10, 2, 2, 4, 2]
     assert [p.rounds for p in alone] == [10, 8, 2]
-    for phase in (mine[0], mine[1], mine[3]):
-        match = alone[{10: 0, 4: 1, 2: 2}[phase.rounds]]
+    for phase, k in ((mine[0], 0), (mine[1], 1), (mine[4], 2)):
+        match = alone[k]
         assert phase.method.alone_eta1 == match.method.eta1
         assert phase.method.alone_optimizer == match.method.optimizer
         assert phase.method.quantizer == match.method.quantizer
@@ -226,7 +298,7 @@ def test_a_quantized_step_has_one_pass_or_two(recipe):
     for passes, kind in zip((1, 2), kinds, strict=True):
         s = Settings(**{**find(recipe).defaults, "passes": passes, "mode": "soft"})
         quantizers = [type(p.method.quantizer) for p in find(recipe).phases(s, Length(20, 3, 5.0))]
-        assert [k for k in quantizers if k in kinds] == [kind] * (1 if recipe == "local" else 2)
+        assert {k for k in quantizers if k in kinds} == {kind}
 
 
 def test_networks_that_plain_sgd_hardly_trains_have_adam():
@@ -245,20 +317,20 @@ def test_networks_that_plain_sgd_hardly_trains_have_adam():
     [([nn.Linear(4, 3)], False), ([nn.LSTM(4, 3)], True), ([nn.Linear(4, 3), nn.LayerNorm(3)], True)],
 )
 def test_which_networks_those_are(layers, uneven):
-    job = replace(make_job(hedged(0.8)), module=nn.Sequential(*layers))
+    job = replace(make_job(hedged()), module=nn.Sequential(*layers))
     assert Length.of(job, 5).uneven == uneven
 
 
 def test_clients_with_the_same_bits_choose_each_for_itself():
     """What a phase makes of one model is kept for clients of the same plan; a choice is not a model."""
-    job = make_job(hedged(fails=0.8), bits=(2,))
+    job = make_job(hedged(), bits=(2,))
     with Inline(job) as engine:
         shard, w = engine.shard, (engine.shard.initial + 0.5,)
         for client, alone in ((0, 1.0), (1, 0.0)):
-            state = shard.state(client, 0, w)
-            beside = (state.x + client + 1,)
-            shard.store.put(client, 0, replace(state, alone=torch.full((1,), alone), beside=beside))
-        first, second = (shard.state(client, 1, w) for client in (0, 1))
+            state = shard.state(client, 2, (*w, torch.zeros_like(w[0])))
+            v = (state.x + client + 1,)
+            shard.store.put(client, 2, replace(state, alone=torch.full((1,), alone), v=v))
+        first, second = (shard.state(client, 3, w) for client in (0, 1))
         assert (float(first.alone), float(second.alone)) == (1.0, 0.0)
         torch.testing.assert_close(first.x, w[0] + 1)
         torch.testing.assert_close(second.x, w[0])

@@ -120,7 +120,7 @@ def scores(kind, seed, rounds, held):
         if hasattr(layer, "reset_parameters"):
             layer.reset_parameters()
     bits = [2 + k % 2 for k in range(len(clients))]
-    found, settings = {}, qupel.Settings(held=held) if held else None
+    found, settings = {}, qupel.Settings(held=held) if held is not None else None
     for method in ("qupel", "local", "fedavg"):
         fit = qupel.fit(
             net, clients, method=method, bits=32 if method == "fedavg" else bits, rounds=rounds, seed=seed, quiet=True,
@@ -136,7 +136,7 @@ def main():
     parser.add_argument("kinds", nargs="*", choices=[[], *KINDS])
     parser.add_argument("--seeds", type=int, nargs="+", default=[100, 101])
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--held", type=float, default=0.0)
+    parser.add_argument("--held", type=float, default=None)
     asked = parser.parse_args()
     torch.set_num_threads(1)
     print("kind | seed | QuPeL (2, 3 bits) | Local | FedAvg | QuPeL - Local")

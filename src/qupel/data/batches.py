@@ -63,24 +63,24 @@ def rows_of_steps(seed: int, client: int, step: int, steps: int, count: int, siz
     return drawn.astype(np.int64).reshape(steps, size)
 
 
-LEAST, MOST = 5, 50  # samples that are held back; of fewer nothing can be told, of more not much else
+LEAST, MOST = 3, 50  # samples that are held back; of fewer nothing can be told, of more not much else
 
 
 def held_back(labels: np.ndarray, share: float) -> np.ndarray:
     """Whether a client's sample is held back (n,): of every class the last ones, as windows of one recording stand side
-    by side and are too alike to be split at random. At most 50; none where they would be fewer than 5.
+    by side and are too alike to be split at random. From 3 to 50; none of fewer than 12.
 
     >>> held_back(np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1]), 0.5).astype(int)
     array([0, 0, 1, 1, 0, 0, 0, 1, 1, 1])
     """
-    share = min(share, MOST / len(labels))
+    share = min(max(share, LEAST / len(labels)), MOST / len(labels)) if len(labels) >= 4 * LEAST else 0.0
     held, owed = np.zeros(len(labels), bool), 0.5
     for label in np.unique(labels):
         rows = np.flatnonzero(labels == label)
         owed += share * len(rows)
         held[rows[len(rows) - int(owed) :]] = True
         owed -= int(owed)
-    return held if held.sum() >= LEAST else np.zeros_like(held)
+    return held
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -205,16 +205,19 @@ class Shard:
         return self.starts[key][1]
 
     def _chosen(self, phase: int, state: State, client: int) -> State:
-        """The state at the end of a phase, after the method's look at what it has held back."""
+        """The state at the end of a phase, after the method's look at what it has held back; in the last phase that
+        does, where several do."""
         job, held = self.job, self.held(client, phase)
-        if held is None or not held.any():
+        following = next((p.held for p in job.phases[phase + 1 :] if p.rounds), 0.0)
+        if held is None or not held.any() or following:
             return state
         end = sum(p.rounds for p in job.phases[: phase + 1])
         rows = job.parts[client].train_rows[held]
         unseen = batch(job.data.train, rows, job.transform_of(client))
         with own_randomness():
             clock, ahead = job.clock(end - 1, job.local_steps - 1), self._ahead(client, end - 1, phase)
-            return chosen(job.phases[phase].method, state, self.problem(client), ahead, unseen, clock)
+            w = self.prior(client, len(job.phases) - 1).seen((state.w,), 1)[0]  # as its last model will see w
+            return chosen(job.phases[phase].method, replace(state, w=w), self.problem(client), ahead, unseen, clock)
 
     def held(self, client: int, phase: int) -> np.ndarray | None:
         """Which of a client's rows the steps of a phase do not see (n,); none: they see all."""

@@ -43,21 +43,24 @@ def _tail(s: Settings, b: Length, done: int, rounds: int, tie: Schedule | None, 
 
 
 def qupel(s: Settings, b: Length) -> list[Phase]:
-    """Shared with server momentum, beside a model of one's own; quantized while shared among those whom that helps;
+    """Shared with server momentum, beside a model of one's own; the same quantized, and who is better alone is asked;
     then personal, with the pull to w and the client's label prior; then fine-tuning."""
     first, shared, own, last = stages(s, b.rounds)
+    asked = min(shared, 2) if s.held else 0
     eta1, alone, levels = s.x_schedule(b), s.alone_schedule(b), s.center_schedule(b)
 
-    def method(stage: Literal["both", "chosen", "own"], done: int, quantizer: Quantizer) -> Hedged:
+    def method(stage: Literal["both", "asked", "own"], done: int, quantizer: Quantizer) -> Hedged:
         rate, alone_rate = (f.later(b.epochs(done)) for f in (eta1, alone))
         tie = s.tie(own + last, b).later(b.epochs(done - first - shared)) if stage == "own" else Schedule()
-        return Hedged(stage, rate, s.x_optimizer(b), alone_rate, Adam(), tie, s.fails, quantizer)
+        return Hedged(stage, rate, s.x_optimizer(b), alone_rate, Adam(), tie, quantizer)
 
+    ask, hand_over, tune = first + shared - asked, first + shared, b.rounds - last
     return [
         Phase(method("both", 0, NoQuantizer()), first, s.w_server(), held=s.held),
-        Phase(method("chosen", first, s.meeting(levels, b, first)), shared, s.w_server()),
-        Phase(method("own", first + shared, s.meeting(levels, b, first + shared)), own, prior=s.prior),
-        Phase(method("own", b.rounds - last, s.fixed(levels, b, b.rounds - last)), last, prior=s.prior),
+        Phase(method("both", first, s.meeting(levels, b, first)), shared - asked, s.w_server(), held=s.held),
+        Phase(method("asked", ask, s.meeting(levels, b, ask)), asked, s.w_server()),
+        Phase(method("own", hand_over, s.meeting(levels, b, hand_over)), own, prior=s.prior),
+        Phase(method("own", tune, s.fixed(levels, b, tune)), last, prior=s.prior),
     ]
 
 

@@ -93,8 +93,9 @@ class Settings(BaseModel):
     as_printed: bool = Field(False, description="the w step and the synchronization as the paper prints them")
     # sharing that knows when to stop (recipes qupel and local)
     server_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the server while w is shared")
-    fails: float = Field(0.8, ge=0, description="a client is alone where w keeps more than this of its first loss")
-    held: float = Field(0.2, ge=0, lt=1, description="share of its samples (5 to 50) by which a client chooses, too")
+    held: float = Field(
+        0.1, ge=0, lt=1, description="share of its samples (3 to 50) by which clients choose; 0: none goes"
+    )
     alone_eta1: float = Field(0.003, gt=0, description="step size of Adam for a model that is trained alone")
     prior: float = Field(0.5, ge=0, description="pseudo-counts of the label prior of personal models; 0: none")
     # phases, as shares of the rounds
