@@ -406,7 +406,7 @@ def test_recipes_are_made_of_their_parts():
     kinds = {name: [kind for kind, _ in groupby(found)] for name, found in made.items()}
     plain, tuned = (Local, "none"), (Local, "frozen")
     assert kinds["qupel"] == [(Hedged, "none"), (Hedged, "ste"), (Hedged, "frozen")]
-    assert [p.method.stage for p in preset("qupel")] == ["both", "chosen", "own", "own"]
+    assert [p.method.stage for p in preset("qupel")] == ["both", "both", "asked", "own", "own"]
     assert kinds["local"] == [plain, (Local, "ste"), tuned]
     assert kinds["qupel-prox"] == [(FedAvg, "none"), (QuPeL, "prox"), (QuPeL, "frozen")]
     assert kinds["local-prox"] == [plain, (Local, "prox"), tuned]  # full precision first
@@ -420,8 +420,9 @@ def test_recipes_are_made_of_their_parts():
     assert preset("proxquant")[-1].method.quantizer.eta2(1) == 0  # its centers never move
     assert all(p.server == Mean() for name in recipes if name not in {"qupel", "quped"} for p in preset(name))
     momentum = FedAvgM(0.9, nesterov=True)
-    assert [p.server for p in preset("qupel")] == [momentum, momentum, Mean(), Mean()]
-    assert [p.prior for p in preset("qupel")] == [0, 0, 0.5, 0.5]
+    assert [p.server for p in preset("qupel")] == [momentum, momentum, momentum, Mean(), Mean()]
+    assert [p.prior for p in preset("qupel")] == [0, 0, 0, 0.5, 0.5]
+    assert [p.held for p in preset("qupel")] == [0.1, 0.1, 0, 0, 0]
 
 
 SEAMS = ["qupel", "local", "qupel-prox", "local-prox", "fedavg", "fedavg-finetune", "ptq-kmeans"]
@@ -447,8 +448,8 @@ def test_lambda_p_lets_go_over_the_phases_after_the_warm_up():
     assert values == pytest.approx([start * (1 + math.cos(math.pi * e / epochs)) / 2 for e in range(epochs)])
     kept = [p.method.lambda_p(7) for p in preset("qupel-prox", let_go=False)[1:]]
     assert kept == [start, start]
-    _, shared, main, tail = preset("qupel")
-    assert shared.method.lambda_p(1) == 0
+    _, shared, asked, main, tail = preset("qupel")
+    assert shared.method.lambda_p(1) == asked.method.lambda_p(1) == 0
     assert main.method.lambda_p(1) == Settings(**recipes["qupel"].defaults).lambda_p
     assert tail.method.lambda_p(1) == pytest.approx(main.method.lambda_p(1 + main.rounds / 5))
 

@@ -13,9 +13,10 @@ from qupel.core.schedule import Schedule
 from qupel.data.batches import generator, held_back
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
+from qupel.parts.evidence import MARGIN, choice
 from qupel.parts.methods import hedged as hedged_file
 from qupel.parts.methods.fedavg import FedAvg
-from qupel.parts.methods.hedged import MARGIN, Hedged, choice
+from qupel.parts.methods.hedged import Hedged
 from qupel.parts.methods.local import Local
 from qupel.parts.methods.qupel import QuPeL
 from qupel.parts.phase import Phase, phase_from

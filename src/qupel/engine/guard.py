@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qupel.engine.shard import Trained, all_finite
+from qupel.engine.shard import Trained
+from qupel.engine.sound import all_finite
 from qupel.parts.base import vector
 
 RECENT = 5  # rounds whose medians say what is usual

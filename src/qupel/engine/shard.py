@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from qupel.engine.door import refuse_tokens
 from qupel.engine.job import Job
 from qupel.engine.ledger import noise_at, private_part
 from qupel.engine.rows import Forms
+from qupel.engine.sound import screen, sound
 from qupel.engine.store import DiskStore, MemoryStore, Store
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
@@ -365,28 +365,6 @@ class Shard:
         self.store.load(folder, self.mine)
 
 
-def screen(upload: Upload | None, w: Rows) -> str | None:
-    """Why an upload is refused, None if it is sound: it has the rows that the server sent."""
-    if upload is None:
-        return None
-    if len(upload.rows) != len(w):
-        return f"upload has {len(upload.rows)} rows, expected {len(w)}"
-    for row, sent in zip(upload.rows, w, strict=True):
-        if row.shape != sent.shape:
-            return f"upload has shape {tuple(row.shape)}, expected {tuple(sent.shape)}"
-        if not all_finite(row):
-            return "upload holds values that are not finite"
-    return None
-
-
-def sound(state: State) -> str | None:
-    """Why a client's new state is refused, None if it is sound: a method that sends nothing is screened, too."""
-    for tensor in (state.x, *state.codebook.centers):
-        if not all_finite(tensor):
-            return "its model holds values that are not finite"
-    return None
-
-
 class Told:
     """The mean over a client's steps of what they told."""
 
@@ -417,8 +395,3 @@ def own_randomness() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(before)
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """A finite sum has finite terms, and takes a fortieth of the time of looking at each; any other may be theirs."""
-    return math.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())

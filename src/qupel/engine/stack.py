@@ -17,7 +17,8 @@ from torch import Tensor
 from qupel.data.batches import batch
 from qupel.engine.job import Job
 from qupel.engine.rows import flatten
-from qupel.engine.shard import Shard, Trained, all_finite, named, screen, sound
+from qupel.engine.shard import Shard, Trained, named
+from qupel.engine.sound import all_finite, screen, sound
 from qupel.parts.base import Rows, State, Upload, combined
 from qupel.parts.methods.base import keeps_state
 from qupel.tasks.stack import StackTask

@@ -24,7 +24,8 @@ from qupel.engine import scores
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.job import Job
 from qupel.engine.rounds import Failed, Finished, Progress, run
-from qupel.engine.shard import Judged, Trained, screen
+from qupel.engine.shard import Judged, Trained
+from qupel.engine.sound import screen
 from qupel.flower import boundary
 from qupel.flower.boundary import printable
 from qupel.flower.frames import Header

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from qupel.engine.rounds import Failed
-from qupel.engine.shard import SUM, Trained, screen
+from qupel.engine.shard import SUM, Trained
+from qupel.engine.sound import screen
 from qupel.flower import boundary
 from qupel.flower.boundary import printable
 from qupel.flower.health import ABSENT, LONELY

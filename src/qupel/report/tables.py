@@ -38,7 +38,7 @@ class Row:
     bits: float
     model_bytes: float  # the floor of a client's file, computed
     file_bytes: float | None  # a client's file as written; None: models were not saved
-    upload_bytes: float  # a client and round, largest over the phases
+    upload_bytes: float  # a client and round, smallest over the phases that send: the model alone
     seconds: float
     gain: float | None  # mean paired difference reference - this, in points; where less is better this - reference
     low: float | None  # its 95 % confidence interval
@@ -89,7 +89,7 @@ def _row(label: str, cells: Sequence[Result], reference: Sequence[Result] | None
         bits=_mean([line["bits"] for line in last]),
         model_bytes=_mean([line["model_bytes"] for line in last]),
         file_bytes=_mean(written) if all("files" in c for c in cells) else None,
-        upload_bytes=max(line["upload_bytes"] for c in cells for line in c["lines"]),
+        upload_bytes=min((sent for c in cells for line in c["lines"] if (sent := line["upload_bytes"])), default=0),
         seconds=_mean([c["seconds"] for c in cells]),
         gain=found.mean if found else None,
         low=found.low if found else None,

@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from qupel.core.codebook import Codebook, Plan
 from qupel.core.optim import SGD, Adam, Memory, Optimizer
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, Rows, State, Upload
+from qupel.parts.evidence import alone_by_itself, choice, gain, nothing, sent
 from qupel.parts.methods.base import OneRow, methods, quantized_step
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.tasks.task import Batch, Problem, each_loss
 
 ADAM = Adam()
-MARGIN = 0.02  # of the first loss: what going alone must be worth
+Batches = Iterable[Batch]
 TRIES = 30  # steps that w has at a client before it is compared with the client's own model
 
 
 @dataclass(frozen=True, kw_only=True)
 class HedgedState(State):
     """alone: 1 where the client goes its own way (..., 1). first: what w lost on the client's first batch (..., 1).
-    evidence: what the samples held back say for going alone (..., 4): the gain e, e^2, the variance of e, and 1; zeros
-    where none were. v: until clients have chosen, the model trained alone, with its levels and `memory`, which is then
-    that of x; the shared optimizer's is `shared_memory`."""
+    evidence: what samples held back say of going alone (..., 4). v: until clients have chosen, the model trained alone,
+    with its levels and `memory`, which is then that of x; the shared optimizer's is `shared_memory`."""
 
     alone: Tensor
     first: Tensor
@@ -46,21 +46,14 @@ class Hedged(OneRow):
     """Three stages, a phase or more each:
 
     both   x is FedAvg's. Beside it the client trains v alone, by an optimizer of its own. Where samples were held back,
-           they judge at the end: the gain e of v is the mean over them of
-
-               (loss of w after 30 steps at the client - loss of v) / the first loss,     each at most the first loss
-
-    asked  the same; with x goes (e, e^2, variance of e), and the clients' means (m, m_2, s) of these come back. Few
-           samples say little of one client, those of all clients say much: a client takes for its gain
-
-               (t e + s m) / (t + s),     t = max(m_2 - m^2 - s, 0), how much clients really differ,
-
-           and is alone where that is above 0.02 (empirical Bayes; James and Stein, 1961). Two rounds: ask, hear.
+           they judge v and w, after 30 steps at the client, at the end.
+    asked  the same; with x goes what they said, the clients' means of it come back, and who seems better alone of both
+           together is alone (`parts.evidence` has the formula). Two rounds: ask, hear.
     own    nobody sends. Those alone go on with x = v; the others from w: x <- x - eta1 (g + lambda_p (x - w)).
            g: what the quantizer descends on.
 
     Where nobody goes alone: FedAvg, then QuPeL whose w rests; where all do: Local. Without `asked`, or for who was not
-    there: alone where e is above its own standard error.
+    there, a client's own samples decide.
     """
 
     state_type: ClassVar[type[State]] = HedgedState
@@ -82,8 +75,9 @@ class Hedged(OneRow):
         return (w, torch.zeros_like(w)) if self.stage == "asked" else (w,)
 
     def start(self, before: State, plan: Plan, problem: Problem) -> HedgedState:
-        none = before.x.new_zeros(*before.x.shape[:-1], 1)
-        b = before if isinstance(before, HedgedState) else _begun(before, none)
+        b, none = before, before.x.new_zeros(*before.x.shape[:-1], 1)
+        if not isinstance(b, HedgedState):
+            b = HedgedState(b.x, b.w, b.codebook, alone=none, first=none, evidence=nothing(none))
 
         def begin(x: Tensor, codebook: Codebook) -> tuple[Tensor, Codebook]:
             return self.quantizer.start(State(x, b.w, codebook), plan, problem.own.layout)
@@ -91,14 +85,13 @@ class Hedged(OneRow):
         if self.stage == "own":
             goes = bool(b.v) and bool(b.alone)
             x, codebook = begin(b.v[0], b.v_codebook) if goes else begin(b.x, b.codebook)
-            memory = b.memory if b.v else self.alone_optimizer.memory(x)
-            b = replace(b, x=x, codebook=codebook, memory=memory, v=(), v_codebook=Codebook())
+            b = replace(b, v=(), v_codebook=Codebook(), memory=b.memory if b.v else self.alone_optimizer.memory(x))
         else:
             x, codebook = begin(b.w, b.codebook)
             v, v_codebook = begin(b.v[0] if b.v else b.x, b.v_codebook)
             memory = b.memory if self.stage == "asked" and b.v else self.alone_optimizer.memory(v)
-            b = replace(b, x=x, codebook=codebook, memory=memory, v=(v,), v_codebook=v_codebook)
-        return replace(b, shared_memory=self.optimizer.memory(x))
+            b = replace(b, v=(v,), v_codebook=v_codebook, memory=memory)
+        return replace(b, x=x, codebook=codebook, shared_memory=self.optimizer.memory(x))
 
     def receive(self, state: HedgedState, w: Rows) -> HedgedState:
         if self.stage == "own":
@@ -110,17 +103,13 @@ class Hedged(OneRow):
         return (self._personal if self.stage == "own" else self._both)(s, problem, batch, clock)
 
     def _both(self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock) -> tuple[HedgedState, Info]:
-        (x, codebook, shared_memory, info), (v, v_codebook, memory, own) = (
-            quantized_step(self.quantizer, optimizer, eta1, model, problem.own, batch, clock)
-            for optimizer, eta1, model in (
-                (self.optimizer, self.eta1, (s.x, s.codebook, s.shared_memory)),
-                (self.alone_optimizer, self.alone_eta1, (s.v[0], s.v_codebook, s.memory)),
-            )
-        )
+        model, beside = (s.x, s.codebook, s.shared_memory), (s.v[0], s.v_codebook, s.memory)
+        stepped, rest = partial(quantized_step, self.quantizer), (problem.own, batch, clock)
+        x, codebook, shared, info = stepped(self.optimizer, self.eta1, model, *rest)
+        v, v_codebook, memory, own = stepped(self.alone_optimizer, self.alone_eta1, beside, *rest)
         first = torch.where(s.first > 0, s.first, _loss(info).to(s.first).view_as(s.first))
-        s = replace(s, x=x, codebook=codebook, shared_memory=shared_memory, first=first)
-        s = replace(s, v=(v,), v_codebook=v_codebook, memory=memory)
-        return s, replace(info, more={**info.more, "alone_loss": _loss(own)})
+        s = replace(s, x=x, codebook=codebook, shared_memory=shared, v=(v,), v_codebook=v_codebook, memory=memory)
+        return replace(s, first=first), replace(info, more={**info.more, "alone_loss": _loss(own)})
 
     def _personal(self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock) -> tuple[HedgedState, Info]:
         descent = self.quantizer.gradient(s.x, s.codebook, problem.own, batch, clock)
@@ -132,58 +121,28 @@ class Hedged(OneRow):
         x, codebook, info = self.quantizer.settle(y, s.codebook, descent, problem.own, batch, self.eta1, clock)
         return replace(s, x=x, codebook=codebook, memory=memory, shared_memory=shared_memory), info
 
-    def choose(
-        self, s: HedgedState, problem: Problem, batches: Iterable[Batch], held: Batch, clock: Clock
-    ) -> HedgedState:
+    def choose(self, s: HedgedState, problem: Problem, batches: Batches, held: Batch, clock: Clock) -> HedgedState:
         if self.stage != "both":
             return s
         model = s.w, s.codebook, self.optimizer.memory(s.w)
         for batch in islice(batches, TRIES):
             model = quantized_step(self.quantizer, self.optimizer, self.eta1, model, problem.own, batch, clock)[:3]
-        # a model that is wrong and sure of it loses without bound: no sample counts for more than all did at first
-        together, apart = (
-            (torch.tensor(each_loss(problem.own, self.quantizer.deployed(x, c).x, held)) / s.first.cpu()).clamp(max=1.0)
-            for x, c in ((model[0], model[1]), (s.v[0], s.v_codebook))
-        )
-        gains = (together - apart).double()  # (n,)
-        e, variance = gains.mean(), gains.var() / len(gains) if len(gains) > 1 else torch.ones(())
-        evidence = torch.stack((e, e**2, variance, torch.ones(()))).to(s.evidence)
-        return replace(s, evidence=evidence, alone=(e > variance.sqrt()).to(s.alone)[..., None])
+        w, v = self.quantizer.deployed(*model[:2]), self.quantizer.deployed(s.v[0], s.v_codebook)
+        together, apart = (each_loss(problem.own, found.x, held) for found in (w, v))
+        evidence = gain(together, apart, float(s.first)).to(s.evidence)
+        return replace(s, evidence=evidence, alone=alone_by_itself(evidence))
 
     def upload(self, state: HedgedState) -> Upload | None:
-        if self.stage == "own":
-            return None
-        if self.stage == "both":
-            return Upload((state.x,))
-        told, known = torch.zeros_like(state.x), state.evidence[..., 3:]
-        told[..., :3] = state.evidence[..., :3][..., : told.shape[-1]]
-        return Upload((state.x, told), torch.cat((torch.ones_like(known), known), -1))
+        if self.stage == "asked":
+            return Upload(*sent(state.evidence, state.x))
+        return Upload((state.x,)) if self.sends else None
 
     def deployed(self, state: HedgedState) -> Deployed:
-        if self.stage == "own":
-            return self.quantizer.deployed(state.x, state.codebook)
-        alone = bool(state.alone)
-        x, codebook = (state.v[0], state.v_codebook) if alone else (state.w, state.codebook)
-        return self.quantizer.deployed(x, codebook)
+        model = (state.x if self.stage == "own" else state.w), state.codebook
+        return self.quantizer.deployed(*((state.v[0], state.v_codebook) if state.v and bool(state.alone) else model))
 
     def tie(self, time: float) -> float:
         return self.lambda_p(time) if self.stage == "own" else 0.0
-
-
-def choice(evidence: Tensor, told: Tensor, before: Tensor) -> Tensor:
-    """1 where a client is better alone (..., 1), of its own evidence (..., 4) and the clients' mean of that (..., 3 or
-    more); where nobody told, all zeros, it is what it was before."""
-    e, _, _, known = evidence.split(1, -1)
-    m, m_2, s = pad(told[..., :3], (0, max(0, 3 - told.shape[-1]))).split(1, -1)
-    t = (m_2 - m**2 - s).clamp(min=0)
-    shrunk = torch.where(known > 0, (t * e + s * m) / (t + s), m)
-    return torch.where(s > 0, (shrunk > MARGIN).to(before), before)
-
-
-def _begun(before: State, none: Tensor) -> HedgedState:
-    """The state of a client that comes from another method, or from nowhere."""
-    evidence = torch.cat((none,) * 4, -1)
-    return HedgedState(before.x, before.w, before.codebook, alone=none, first=none, evidence=evidence)
 
 
 def _loss(info: Info) -> Tensor:

@@ -1,0 +1,61 @@
+"""Who is better alone: what a client's few held-back samples say, shrunk to what those of all clients say.
+
+The gain of a client's own model is e, the mean over its samples of
+
+    (loss of the shared model, tuned there - loss of its own) / the first loss of all,     each at most the first loss
+
+A model that is wrong and sure of it loses without bound: no sample counts for more than all did at first. Few samples
+say little of one client. With the clients' means m of e, m_2 of e^2 and s of e's variance, a client takes for its gain
+
+    (t e + s m) / (t + s),     t = max(m_2 - m^2 - s, 0), how much clients really differ
+
+(empirical Bayes; James and Stein, 1961): its own e where clients differ by more than chance, else their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from qupel.parts.base import Rows
+
+MARGIN = 0.02  # what going alone must be worth: those who stay gain a little more in what is to come
+
+
+def gain(shared: Sequence[float], own: Sequence[float], first: float) -> Tensor:
+    """(e, e^2, the variance of e, 1) of the losses on the samples held back, in float64 (4,)."""
+    together, apart = ((torch.tensor(losses, dtype=torch.float64) / first).clamp(max=1.0) for losses in (shared, own))
+    gains = together - apart  # (n,)
+    e, one = gains.mean(), torch.ones((), dtype=torch.float64)
+    return torch.stack((e, e**2, gains.var() / len(gains) if len(gains) > 1 else one, one))
+
+
+def nothing(like: Tensor) -> Tensor:
+    """The evidence of a client without such samples (..., 4), `like` being (..., 1)."""
+    return torch.cat((torch.zeros_like(like),) * 4, -1)
+
+
+def alone_by_itself(evidence: Tensor) -> Tensor:
+    """1 where a client that nobody tells anything is better alone (..., 1): e is above its own standard error."""
+    e, _, variance, _ = evidence.split(1, -1)
+    return (e > variance.sqrt()).to(evidence)
+
+
+def sent(evidence: Tensor, x: Tensor) -> tuple[Rows, Tensor]:
+    """What goes with x (..., d): rows x and the evidence, and their shares (..., 2); none of what is not known."""
+    row, known = torch.zeros_like(x), evidence[..., 3:]
+    row[..., :3] = evidence[..., :3][..., : row.shape[-1]]
+    return (x, row), torch.cat((torch.ones_like(known), known), -1)
+
+
+def choice(evidence: Tensor, told: Tensor, before: Tensor) -> Tensor:
+    """1 where a client is better alone (..., 1), of its evidence (..., 4) and the clients' means of that, which begin a
+    row (..., d); where nobody told, all zeros, it is what it was before."""
+    e, _, _, known = evidence.split(1, -1)
+    m, m_2, s = pad(told[..., :3], (0, max(0, 3 - told.shape[-1]))).split(1, -1)
+    t = (m_2 - m**2 - s).clamp(min=0)
+    shrunk = torch.where(known > 0, (t * e + s * m) / (t + s), m)
+    return torch.where(s > 0, (shrunk > MARGIN).to(before), before)
