@@ -109,7 +109,7 @@ def test_perfedavg_ships_w_after_its_inner_steps_on_the_clients_batches():
         shard, task = engine.shard, ModuleTask(mlp(), job.loss)
         for client in (0, 1):
             x = finished.w[0]
-            for step, picked in zip((9, 10), shard.rows_of(client, 3), strict=False):
+            for step, picked in zip((9, 10), shard.rows_of(client, 3, 0), strict=False):
                 x = x - 0.3 * task.gradient(x, shard.batch(client, step, picked)).gradient
             got = engine.deployed(2, finished.w, client).x
             assert torch.equal(got, x)

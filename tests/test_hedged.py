@@ -1,5 +1,6 @@
 """Sharing that a client may leave: what it is where nobody does, where all do, and who decides."""
 
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -13,7 +14,7 @@ from qupel.core.schedule import Schedule
 from qupel.data.batches import generator, held_back
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.parts.evidence import MARGIN, choice
+from qupel.parts.evidence import MARGIN, choice, gain
 from qupel.parts.methods import hedged as hedged_file
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.hedged import Hedged
@@ -144,6 +145,21 @@ def test_the_evidence_is_what_the_formula_says():
         gains = losses[0] - losses[1]
         e, n = gains.mean(), len(gains)
         assert found.tolist() == pytest.approx([e, e**2, gains.var(ddof=1) / n, 1.0], rel=1e-3)
+
+
+def test_samples_that_no_model_can_be_tried_with_say_nothing():
+    """Losses that are no numbers count as the worst; a client that diverges when w is tried stays with the others."""
+    worst, fine = [math.nan, math.inf, 9.0], [0.5, 0.5, 0.5]
+    assert gain(worst, worst, 1.0)[0] == 0
+    assert gain(worst, fine, 1.0)[0] == 0.5
+    phases = hedged(held=0.4)[1:]
+    job = make_job(phases)
+    broken = replace(job, loss=lambda outputs, targets: (outputs * math.inf).sum())
+    with Inline(job) as engine, Inline(broken) as other:
+        w = engine.shard.initial
+        state = replace(engine.shard.state(0, 0, (w,)), first=torch.ones(1))
+        assert engine.shard._chosen(0, state, 0).evidence.any()
+        assert other.shard._chosen(0, state, 0) is state
 
 
 def test_each_loss_is_the_loss_of_each_sample():

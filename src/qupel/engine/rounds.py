@@ -22,6 +22,7 @@ from qupel.engine.ledger import Ledger, noise_of, private_part
 from qupel.engine.shard import Judged, Trained
 from qupel.parts.base import Deployed, Rows, Upload, vector
 from qupel.parts.methods.base import methods, models_of, quantizer_of
+from qupel.parts.phase import Phase
 from qupel.parts.servers import ServerState, add
 from qupel.tasks.judge import value
 from qupel.tasks.metrics import ACCURACY, LOSS, Kind, kind_of
@@ -127,7 +128,8 @@ def run(
     for round in range(start, job.rounds):
         phase, within = job.locate(round)
         if within == 0:
-            model = enter(job, phase, model)
+            past = (job.phases[phase - 1], model.memory) if phase else None
+            model = enter(job.phases[phase], model.w, job.first_means, past)
         model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints, ledger)
         drawn.update(job.cohort(round))
         if back:
@@ -182,15 +184,17 @@ class Shared:
         return Shared(tuple(row.to(device) for row in self.w), tuple(t.to(device) for t in self.memory))
 
 
-def enter(job: Job, phase: int, before: Shared) -> Shared:
-    """The server at the first round of a phase, with the model of the one before it. A server that goes on from one
-    phase to the next keeps its memory."""
-    now, w, count = job.phases[phase], before.w, len(job.first_means)
-    means = w[len(w) - count :] if len(w) > count else job.first_means  # of networks: they are the last of w's rows
-    rows = (*now.method.broadcast(w[0]), *(row.to(w[0].device) for row in means))
-    memory = now.server.start(rows[: models_of(now.method, len(rows))])
-    goes_on = phase > 0 and job.phases[phase - 1].server == now.server and len(before.memory) == len(memory)
-    return Shared(rows, before.memory if goes_on else memory)
+def enter(phase: Phase, w: Rows, first_means: Rows = (), before: tuple[Phase, ServerState] | None = None) -> Shared:
+    """The server at the first round of a phase, with the model of the one before it. first_means: what means of
+    networks begin with; they are the last of w's rows once there are any. before: the phase before, and what its server
+    remembers: one that goes on keeps it."""
+    count = len(first_means)
+    means = w[len(w) - count :] if len(w) > count else first_means
+    rows = (*phase.method.broadcast(w[0]), *(row.to(w[0].device) for row in means))
+    memory = phase.server.start(rows[: models_of(phase.method, len(rows))])
+    if before is not None and before[0].server == phase.server and len(before[1]) == len(memory):
+        memory = before[1]
+    return Shared(rows, memory)
 
 
 Round = tuple[Shared, dict[str, float], list[str], int, Moved]  # as `one_round` returns it
@@ -229,8 +233,9 @@ def guarded_round(
     if good and job.locate(good.rounds - 1)[0] == phase:
         back_to = Shared(good.w, good.memory).to(model.w[0].device)
     else:  # of another phase, or none: the server begins this one again
-        first = Shared(good.w, good.memory) if good else Shared((layout.flatten(job.module),), ())
-        back_to = enter(job, phase, first).to(model.w[0].device)
+        first = good.w if good else (layout.flatten(job.module),)
+        past = (job.phases[job.locate(good.rounds - 1)[0]], good.memory) if good else None
+        back_to = enter(job.phases[phase], first, job.first_means, past).to(model.w[0].device)
     guard.known.returned = good.rounds if good else 0
     until = guard.send_to_rest(suspects)
     where = f"as after round {good.rounds}" if good else "as at the start"

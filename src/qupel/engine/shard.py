@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -217,7 +217,9 @@ class Shard:
         with own_randomness():
             clock, ahead = job.clock(end - 1, job.local_steps - 1), self._ahead(client, end - 1, phase)
             w = self.prior(client, len(job.phases) - 1).seen((state.w,), 1)[0]  # as its last model will see w
-            return chosen(job.phases[phase].method, replace(state, w=w), self.problem(client), ahead, unseen, clock)
+            with suppress(Diverged):  # nothing is told of samples that no model can be tried with
+                return chosen(job.phases[phase].method, replace(state, w=w), self.problem(client), ahead, unseen, clock)
+        return state
 
     def held(self, client: int, phase: int) -> np.ndarray | None:
         """Which of a client's rows the steps of a phase do not see (n,); none: they see all."""

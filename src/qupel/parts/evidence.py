@@ -27,7 +27,8 @@ MARGIN = 0.02  # what going alone must be worth: those who stay gain a little mo
 
 def gain(shared: Sequence[float], own: Sequence[float], first: float) -> Tensor:
     """(e, e^2, the variance of e, 1) of the losses on the samples held back, in float64 (4,)."""
-    together, apart = ((torch.tensor(losses, dtype=torch.float64) / first).clamp(max=1.0) for losses in (shared, own))
+    units = (torch.tensor(losses, dtype=torch.float64) / first for losses in (shared, own))
+    together, apart = (losses.nan_to_num(nan=1.0).clamp(max=1.0) for losses in units)
     gains = together - apart  # (n,)
     e, one = gains.mean(), torch.ones((), dtype=torch.float64)
     return torch.stack((e, e**2, gains.var() / len(gains) if len(gains) > 1 else one, one))
