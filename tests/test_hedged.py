@@ -232,7 +232,7 @@ def test_a_server_that_goes_on_keeps_its_memory():
 
 @pytest.mark.parametrize(
     ("count", "share", "held"),
-    [(11, 0.2, 0), (12, 0.2, 3), (24, 0.2, 5), (20, 0.1, 3), (100, 0.2, 20), (5000, 0.2, 50)],
+    [(7, 0.2, 0), (8, 0.2, 2), (24, 0.2, 5), (20, 0.1, 2), (100, 0.2, 20), (5000, 0.2, 50)],
 )
 def test_how_many_samples_are_held_back(count, share, held):
     labels = generator(0, "labels", count).integers(0, 4, count)
