@@ -36,7 +36,7 @@ def test_a_row_by_hand():
     assert row.worst == pytest.approx((40 + 70) / 2)  # the worst tenth, at least one client, averaged over seeds
     assert row.spread == pytest.approx((10 + 0) / 2)  # over clients
     assert row.by_bits == {2.0: pytest.approx(55), 3.0: pytest.approx(65)}
-    assert (row.seeds, row.seconds, row.upload_bytes, row.bits) == (2, 4.0, 80, 2)
+    assert (row.seeds, row.seconds, row.upload_bytes, row.bits) == (2, 4.0, 40, 2)
     assert (row.p, row.gain, row.selected, row.before_tuning) == (None, None, None, None)
 
 

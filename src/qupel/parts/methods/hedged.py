@@ -19,7 +19,7 @@ from qupel.parts.evidence import alone_by_itself, choice, gain, nothing, sent
 from qupel.parts.methods.base import OneRow, methods, quantized_step
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.quantizers.none import NoQuantizer
-from qupel.tasks.task import Batch, Problem, each_loss
+from qupel.tasks.task import Batch, Problem, Value, each_loss
 
 ADAM = Adam()
 Batches = Iterable[Batch]
@@ -105,9 +105,9 @@ class Hedged(OneRow):
     def _both(self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock) -> tuple[HedgedState, Info]:
         model, beside = (s.x, s.codebook, s.shared_memory), (s.v[0], s.v_codebook, s.memory)
         stepped, rest = partial(quantized_step, self.quantizer), (problem.own, batch, clock)
-        x, codebook, shared, info = stepped(self.optimizer, self.eta1, model, *rest)
         v, v_codebook, memory, own = stepped(self.alone_optimizer, self.alone_eta1, beside, *rest)
-        first = torch.where(s.first > 0, s.first, _loss(info).to(s.first).view_as(s.first))
+        x, codebook, shared, info = stepped(self.optimizer, self.eta1, model, *rest)
+        first = torch.where(s.first > 0, s.first, torch.as_tensor(_loss(info)).to(s.first).view_as(s.first))
         s = replace(s, x=x, codebook=codebook, shared_memory=shared, v=(v,), v_codebook=v_codebook, memory=memory)
         return replace(s, first=first), replace(info, more={**info.more, "alone_loss": _loss(own)})
 
@@ -145,6 +145,6 @@ class Hedged(OneRow):
         return self.lambda_p(time) if self.stage == "own" else 0.0
 
 
-def _loss(info: Info) -> Tensor:
+def _loss(info: Info) -> Value:
     """What a step says the model lost on its batch."""
-    return torch.as_tensor(next(v for v in (info.loss, info.quantized_loss, *info.more.values()) if v is not None))
+    return next(v for v in (info.loss, info.quantized_loss, *info.more.values()) if v is not None)
