@@ -284,8 +284,8 @@ def safe_claim():
     return (
         f"on six federations of 30 rounds ([page](docs/results/safe.md)), QuPeL ends above Local at the same bits by "
         f"{min(gains):.1f} to {max(gains):.1f} points, {np.mean(gains):.1f} on average, both at 2 and at 3 bits, and "
-        f"above FedAvg's shared model on each (p < 0.05 over three seeds in ten of the twelve comparisons; the other two "
-        f"are those of the smallest, digits)."
+        f"above FedAvg's shared model on each (p < 0.05 over three seeds in ten of the twelve comparisons; the other "
+        f"two are those of the smallest, digits)."
     )
 
 

@@ -181,7 +181,7 @@ def test_a_client_takes_for_its_gain_what_all_have_seen():
     assert choices([0.3, 0.2, -0.1, 0.2], 0.05) == [1.0] * 4  # noise: all like the mean
     assert choices([-0.3, -0.2, 0.1, -0.2], 0.05) == [0.0] * 4
     assert choices([0.3, 0.2, -0.1, 0.2], 0.0001) == [1.0, 1.0, 0.0, 1.0]  # differences: each like itself
-    m, m_2, s = MARGIN + 0.1, 0.04 + (MARGIN + 0.1) ** 2, 0.02  # by hand: t = 0.02, so e and m count alike
+    m, m_2, s = MARGIN + 0.1, 0.06 + (MARGIN + 0.1) ** 2, 0.02  # by hand: t = 0.02, so e and m count alike
     told, stays, goes = torch.tensor([m, m_2, s]), torch.zeros(1), torch.ones(1)
     for e, expected in ((MARGIN - 0.09, goes), (MARGIN - 0.11, stays)):
         assert torch.equal(choice(torch.tensor([e, e * e, s, 1.0]), told, stays), expected)
