@@ -13,7 +13,7 @@ from qupel.report.write import write_report
 from qupel.run import compare, config
 from qupel.run.comparing import How, run_comparison
 from qupel.run.experiment import run_experiment
-from qupel.run.folder import is_done
+from qupel.run.folder import is_done, read_config
 from qupel.run.jobs import cells
 from qupel.run.kept import keep
 from qupel.util.errors import UserError
@@ -114,6 +114,20 @@ def test_what_is_kept_is_small_and_enough_for_a_report(finished, kept, tmp_path)
     assert tables
     for path in tables:
         assert (pages[1] / path.relative_to(pages[0])).read_text() == path.read_text()
+
+
+def test_runs_with_settings_that_are_no_more_are_read(finished, kept):
+    """Only those: what nobody ever knew is refused, as in a config."""
+    raw = read_json(kept / "config.json")
+    for name, told in (("fails", None), ("never_was", "unknown key 'never_was'")):
+        write_sealed(kept / "config.json", {**raw, "methods": {k: {**m, name: 0.8} for k, m in raw["methods"].items()}})
+        if told is None:
+            assert read_config(kept) == read_config(finished)
+        else:
+            with pytest.raises(UserError, match=told):
+                read_config(kept)
+    with pytest.raises(UserError, match="fails"):
+        config.parse(RUN + "fails = 0.8\n", "test")
 
 
 def test_a_kept_cell_that_is_damaged_is_trained(finished, kept, tmp_path, capsys):

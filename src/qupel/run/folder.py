@@ -86,10 +86,17 @@ def open_folder(out: Path, config: Config, resume: bool, other_versions: bool = 
         raise UserError(f"cannot use {out}: {e.strerror}") from None
 
 
+RETIRED = ("fails",)  # settings that are no more: runs that were made with them are still read
+
+
 def read_config(run: Path) -> Config:
     """The config of a run directory."""
+    known = read_json(run / "config.json")
+    for method in known.get("methods", {}).values():
+        for name in RETIRED:
+            method.pop(name, None)
     try:
-        return Config.model_validate_json(json.dumps(read_json(run / "config.json")))
+        return Config.model_validate_json(json.dumps(known))
     except ValidationError as e:
         raise UserError(f"{run / 'config.json'}: {explain(e)}") from None
 
