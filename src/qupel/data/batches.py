@@ -63,12 +63,12 @@ def rows_of_steps(seed: int, client: int, step: int, steps: int, count: int, siz
     return drawn.astype(np.int64).reshape(steps, size)
 
 
-LEAST, MOST = 2, 50  # samples that are held back; of fewer nothing can be told, of more not much else
+LEAST, MOST = 2, 20  # samples that are held back; of fewer nothing can be told, of more not much else
 
 
 def held_back(labels: np.ndarray, share: float) -> np.ndarray:
     """Whether a client's sample is held back (n,): of every class the last ones, as windows of one recording stand side
-    by side and are too alike to be split at random. From 2 to 50; none of fewer than 8.
+    by side and are too alike to be split at random. From 2 to 20; none of fewer than 8.
 
     >>> held_back(np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1]), 0.5).astype(int)
     array([0, 0, 1, 1, 0, 0, 0, 1, 1, 1])

@@ -46,18 +46,19 @@ def alone_by_itself(evidence: Tensor) -> Tensor:
     return (e > variance.sqrt()).to(evidence)
 
 
-def sent(evidence: Tensor, x: Tensor) -> tuple[Rows, Tensor]:
-    """What goes with x (..., d): rows x and the evidence, and their shares (..., 2); none of what is not known."""
-    row, known = torch.zeros_like(x), evidence[..., 3:]
-    row[..., :3] = evidence[..., :3][..., : row.shape[-1]]
-    return (x, row), torch.cat((torch.ones_like(known), known), -1)
+def sent(evidence: Tensor, x: Tensor) -> Rows:
+    """What goes with x (..., d): rows x and the evidence, which is all zeros of a client without such samples."""
+    row = torch.zeros_like(x)
+    row[..., :4] = evidence[..., : row.shape[-1]]
+    return x, row
 
 
 def choice(evidence: Tensor, told: Tensor, before: Tensor) -> Tensor:
     """1 where a client is better alone (..., 1), of its evidence (..., 4) and the clients' means of that, which begin a
     row (..., d); where nobody told, all zeros, it is what it was before."""
     e, _, _, known = evidence.split(1, -1)
-    m, m_2, s = pad(told[..., :3], (0, max(0, 3 - told.shape[-1]))).split(1, -1)
+    *sums, share = pad(told[..., :4], (0, max(0, 4 - told.shape[-1]))).split(1, -1)
+    m, m_2, s = (part / share for part in sums)  # the means over those who have such samples
     t = (m_2 - m**2 - 2 * s).clamp(min=0)
     shrunk = torch.where(known > 0, (t * e + s * m) / (t + s), m)
-    return torch.where(s > 0, (shrunk > MARGIN).to(before), before)
+    return torch.where((share > 0) & (s > 0), (shrunk > MARGIN).to(before), before)

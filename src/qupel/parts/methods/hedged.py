@@ -134,7 +134,7 @@ class Hedged(OneRow):
 
     def upload(self, state: HedgedState) -> Upload | None:
         if self.stage == "asked":
-            return Upload(*sent(state.evidence, state.x))
+            return Upload(sent(state.evidence, state.x))
         return Upload((state.x,)) if self.sends else None
 
     def deployed(self, state: HedgedState) -> Deployed:
