@@ -1,6 +1,7 @@
 """The EMG models of the leaderboard on recordings that were made later.
 
-    python experiments/emg_later.py runs/leaderboard/emg      judge the model files of the cells that have them
+    python experiments/emg_later.py runs/leaderboard/emg      judge the model files of the cells that have them; cells
+                                                              that were judged before and are not there stay
     python experiments/emg_later.py                           the page alone, from docs/results/emg_later.json
 
 18 of the 40 people have two later recordings (`later_*` of emg.npz). No method saw them, and no model is adapted.
@@ -96,7 +97,9 @@ def main() -> None:
     options = parser.parse_args()
     numbers = options.to / "emg_later.json"
     if options.run is not None:
-        write_atomic(numbers, json.dumps(judge(options.run)) + "\n")
+        before = json.loads(numbers.read_text()) if numbers.exists() else []
+        cells = {(cell["label"], cell["seed"]): cell for cell in [*before, *judge(options.run)]}
+        write_atomic(numbers, json.dumps([cells[key] for key in sorted(cells)]) + "\n")
     write_atomic(options.to / "emg_later.md", page(json.loads(numbers.read_text())))
 
 
