@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qupel.core.codebook import mean_bits, model_bytes
 from qupel.core.layout import Layout, Slot
 from qupel.core.quantize import dead_centers
+from qupel.core.schedule import Clock
 from qupel.data.batches import batch, chunks, generator, held_back, rows_of_steps
 from qupel.data.samples import Samples
 from qupel.engine.door import refuse_tokens
@@ -32,6 +33,7 @@ from qupel.parts.base import Deployed, Info, Rows, State, Upload, as_rows
 from qupel.parts.methods.base import (
     Method,
     adapted,
+    again,
     chosen,
     keeps_state,
     models_of,
@@ -135,6 +137,9 @@ class Shard:
             if k != at:
                 before = self.prior(client, k - 1) if k else NO_PRIOR
                 state = self._chosen(k - 1, state, client) if k else state
+                with own_randomness():
+                    x, past = self.start_of(name), self._past(client, k)
+                    state = again(method, state, x, past, job.plans[client], self.problem(client))
                 state = self._start(k, prior.entered(before, state), client)
             rows = w[:shared] if k == phase else method.broadcast(w[0])
             models, apart = models_of(method, len(rows)), row_per_network(method)
@@ -220,6 +225,23 @@ class Shard:
             with suppress(Diverged):  # nothing is told of samples that no model can be tried with
                 return chosen(job.phases[phase].method, replace(state, w=w), self.problem(client), ahead, unseen, clock)
         return state
+
+    def _past(self, client: int, phase: int) -> Iterator[tuple[Method, Iterator[tuple[Batch, Clock]]]]:
+        """The phases before one, as a client went through them, but for its samples, which are those of this phase."""
+        job, end = self.job, 0
+        for past in job.phases[:phase]:
+            begin, end = end, end + past.rounds
+            took_part = (round for round in range(begin, end) if client in job.cohort(round))
+            yield past.method, (step for round in took_part for step in self._steps(client, round, phase))
+
+    def _steps(self, client: int, round: int, phase: int) -> Iterator[tuple[Batch, Clock]]:
+        for local, seen in enumerate(self._batches(client, round, phase)):
+            yield seen, self.job.clock(round, local)
+
+    def _batches(self, client: int, round: int, phase: int) -> Iterator[Batch]:
+        """The client's batches of a round, of the rows that a phase sees."""
+        for local, rows in enumerate(self.rows_of(client, round, phase)):
+            yield self.batch(client, round * self.job.local_steps + local, rows)
 
     def held(self, client: int, phase: int) -> np.ndarray | None:
         """Which of a client's rows the steps of a phase do not see (n,); none: they see all."""
@@ -314,8 +336,7 @@ class Shard:
     def _ahead(self, client: int, round: int, phase: int) -> Iterator[Batch]:
         """The client's batches of the steps after a round, of the rows that a phase sees."""
         for later in count(round + 1):
-            for local, rows in enumerate(self.rows_of(client, later, phase)):
-                yield self.batch(client, later * self.job.local_steps + local, rows)
+            yield from self._batches(client, later, phase)
 
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         """Judge deployed(state) of each client after `round`, w being the server's newest model."""

@@ -23,6 +23,10 @@ What a class may say of its method beside these, with the default in brackets:
     adapt(state, problem, batches, clock) -> state
                  a last look at the client's own training data before its model is judged or
                  shipped; nothing of it is kept                                                [none]
+    again(before, x, past, plan, problem) -> state
+                 before `start`, for a client that wishes it had learned something else: past has
+                 the methods of all phases before, each with the steps that the client took,
+                 x is what it began with                                                       [before]
 
 The smallest one, with which every client trains the shared model for itself and nothing is sent:
 
@@ -73,6 +77,8 @@ class Method(Protocol):
 
 
 methods.protocol = Method
+
+Past = Iterable[tuple[Method, Iterable[tuple[Batch, Clock]]]]  # methods of phases, each with the steps of a client
 
 
 class OneRow:
@@ -156,6 +162,12 @@ def chosen(method: Method, state: Any, problem: Problem, batches: Iterable[Batch
     """The state after a look at samples that no step of the phase has seen; itself, unless the method looks."""
     choose = getattr(method, "choose", None)
     return choose(state, problem, batches, held, clock) if choose is not None else state
+
+
+def again(method: Method, before: Any, x: Tensor, past: Past, plan: Plan, problem: Problem) -> Any:
+    """The state with which a phase is entered; itself, unless the method has some of it learned anew."""
+    relearn = getattr(method, "again", None)
+    return relearn(before, x, past, plan, problem) if relearn is not None else before
 
 
 def quantized_step(

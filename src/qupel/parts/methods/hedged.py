@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import islice
 from typing import ClassVar, Literal
 
@@ -16,7 +15,7 @@ from qupel.core.optim import SGD, Adam, Memory, Optimizer
 from qupel.core.schedule import Clock, Schedule
 from qupel.parts.base import Deployed, Info, Rows, State, Upload
 from qupel.parts.evidence import alone_by_itself, choice, gain, nothing, sent
-from qupel.parts.methods.base import OneRow, methods, quantized_step
+from qupel.parts.methods.base import OneRow, Past, methods, quantized_step
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.quantizers.none import NoQuantizer
 from qupel.tasks.task import Batch, Problem, Value, each_loss
@@ -49,8 +48,8 @@ class Hedged(OneRow):
            they judge v and w, after 30 steps at the client, at the end.
     asked  the same; with x goes what they said, the clients' means of it come back, and who seems better alone of both
            together is alone (`parts.evidence` has the formula). Two rounds: ask, hear.
-    own    nobody sends. Those alone go on with x = v; the others from w: x <- x - eta1 (g + lambda_p (x - w)).
-           g: what the quantizer descends on.
+    own    nobody sends. Those alone go on with x = v, learned anew on all samples; the others from w:
+           x <- x - eta1 (g + lambda_p (x - w)). g: what the quantizer descends on.
 
     Where nobody goes alone: FedAvg, then QuPeL whose w rests; where all do: Local. Without `asked`, or for who was not
     there, a client's own samples decide.
@@ -79,19 +78,39 @@ class Hedged(OneRow):
         if not isinstance(b, HedgedState):
             b = HedgedState(b.x, b.w, b.codebook, alone=none, first=none, evidence=nothing(none))
 
-        def begin(x: Tensor, codebook: Codebook) -> tuple[Tensor, Codebook]:
-            return self.quantizer.start(State(x, b.w, codebook), plan, problem.own.layout)
-
+        goes = self.stage == "own" and bool(b.v) and bool(b.alone)
+        model = (b.v[0], b.v_codebook) if goes else (b.x if self.stage == "own" else b.w, b.codebook)
+        x, codebook = self.quantizer.start(State(model[0], b.w, model[1]), plan, problem.own.layout)
         if self.stage == "own":
-            goes = bool(b.v) and bool(b.alone)
-            x, codebook = begin(b.v[0], b.v_codebook) if goes else begin(b.x, b.codebook)
             b = replace(b, v=(), v_codebook=Codebook(), memory=b.memory if b.v else self.alone_optimizer.memory(x))
         else:
-            x, codebook = begin(b.w, b.codebook)
-            v, v_codebook = begin(b.v[0] if b.v else b.x, b.v_codebook)
-            memory = b.memory if self.stage == "asked" and b.v else self.alone_optimizer.memory(v)
-            b = replace(b, v=(v,), v_codebook=v_codebook, memory=memory)
+            b = self._beside(b if b.v else replace(b, v=(b.x,)), plan, problem)
         return replace(b, x=x, codebook=codebook, shared_memory=self.optimizer.memory(x))
+
+    def again(self, b: State, x: Tensor, past: Past, plan: Plan, problem: Problem) -> State:
+        """v of those who go alone is learned anew, on all samples: what they would be, had they never shared."""
+        if self.stage != "own" or not isinstance(b, HedgedState) or not b.v or not bool(b.alone):
+            return b
+        b = replace(b, v=(x,), v_codebook=Codebook())
+        for method, steps in past:
+            p = method if isinstance(method, Hedged) else replace(self, stage="both", quantizer=NoQuantizer())
+            b = p._beside(b, plan, problem)
+            for batch, clock in steps:
+                v, v_codebook, memory, _ = p._alone_step(b, problem, batch, clock)
+                b = replace(b, v=(v,), v_codebook=v_codebook, memory=memory)
+        return b
+
+    def _beside(self, b: HedgedState, plan: Plan, problem: Problem) -> HedgedState:
+        """A phase begins for v: its levels, and its optimizer's memory, which stays while clients are asked."""
+        v, v_codebook = self.quantizer.start(State(b.v[0], b.w, b.v_codebook), plan, problem.own.layout)
+        memory = b.memory if self.stage == "asked" and b.memory else self.alone_optimizer.memory(v)
+        return replace(b, v=(v,), v_codebook=v_codebook, memory=memory)
+
+    def _alone_step(
+        self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock
+    ) -> tuple[Tensor, Codebook, Memory, Info]:
+        beside = s.v[0], s.v_codebook, s.memory
+        return quantized_step(self.quantizer, self.alone_optimizer, self.alone_eta1, beside, problem.own, batch, clock)
 
     def receive(self, state: HedgedState, w: Rows) -> HedgedState:
         if self.stage == "own":
@@ -103,10 +122,11 @@ class Hedged(OneRow):
         return (self._personal if self.stage == "own" else self._both)(s, problem, batch, clock)
 
     def _both(self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock) -> tuple[HedgedState, Info]:
-        model, beside = (s.x, s.codebook, s.shared_memory), (s.v[0], s.v_codebook, s.memory)
-        stepped, rest = partial(quantized_step, self.quantizer), (problem.own, batch, clock)
-        v, v_codebook, memory, own = stepped(self.alone_optimizer, self.alone_eta1, beside, *rest)
-        x, codebook, shared, info = stepped(self.optimizer, self.eta1, model, *rest)
+        model = s.x, s.codebook, s.shared_memory
+        v, v_codebook, memory, own = self._alone_step(s, problem, batch, clock)
+        x, codebook, shared, info = quantized_step(
+            self.quantizer, self.optimizer, self.eta1, model, problem.own, batch, clock
+        )
         first = torch.where(s.first > 0, s.first, torch.as_tensor(_loss(info)).to(s.first).view_as(s.first))
         s = replace(s, x=x, codebook=codebook, shared_memory=shared, v=(v,), v_codebook=v_codebook, memory=memory)
         return replace(s, first=first), replace(info, more={**info.more, "alone_loss": _loss(own)})
