@@ -89,6 +89,17 @@ def test_where_all_go_alone_it_is_local_on_all_samples(all_go, held, sample):
     assert all(bool(s.alone.all()) for s in states)
 
 
+def test_a_sample_held_back_that_nobody_can_train_on_ends_no_run(all_go):
+    """Its client is refused as soon as it trains on all samples, as Local is; the others learn theirs anew."""
+    job = make_job(hedged(held=0.5), bits=(2,))
+    with Inline(job) as engine:
+        bad = job.parts[0].train_rows[engine.shard.held(0, 0)]
+        job.data.train.inputs[bad] = math.nan
+        refused = [name for line in run(job, engine).lines for name in line.get("refused", [])]
+    assert refused
+    assert all(name.startswith("client 0") for name in refused)
+
+
 def test_where_all_go_alone_w_is_fedavgs(all_go):
     steps = replace(STE, lloyd=0)
     w = ended(hedged(pull=0.5, levels=steps))[1]

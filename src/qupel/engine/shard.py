@@ -137,7 +137,7 @@ class Shard:
             if k != at:
                 before = self.prior(client, k - 1) if k else NO_PRIOR
                 state = self._chosen(k - 1, state, client) if k else state
-                with own_randomness():
+                with own_randomness(), suppress(Diverged):  # who diverges goes on as it is, and is refused in its round
                     x, past = self.start_of(name), self._past(client, k)
                     state = again(method, state, x, past, job.plans[client], self.problem(client))
                 state = self._start(k, prior.entered(before, state), client)
