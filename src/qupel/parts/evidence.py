@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from qupel.parts.base import Rows
 
-MARGIN = 0.02  # what going alone must be worth: those who stay gain a little more in what is to come
+MARGIN = 0.01  # what going alone must be worth: those who stay gain a little more in what is to come
 
 
 def gain(shared: Sequence[float], own: Sequence[float], first: float) -> Tensor:
