@@ -188,7 +188,7 @@ def test_a_state_survives_store_and_checkpoint(tmp_path, method, quantizer):
     job, *_ = undisturbed(method, quantizer)
     shard, part = Shard(job, [1]), job.phases[1].method
     w = part.broadcast(shard.initial)
-    batch = shard.batch(1, 0, shard.rows_of(1, 0)[0])
+    batch = shard.steps.batch(1, 0, shard.steps.rows(1, 0)[0])
     state, _ = part.step(shard.state(1, 1, w), shard.problem(1), batch, job.clock(1, 0))
     stores = [MemoryStore(shard.forms), DiskStore(shard.forms, tmp_path), MemoryStore(shard.forms)]
     for store in stores[:2]:

@@ -109,8 +109,8 @@ def test_perfedavg_ships_w_after_its_inner_steps_on_the_clients_batches():
         shard, task = engine.shard, ModuleTask(mlp(), job.loss)
         for client in (0, 1):
             x = finished.w[0]
-            for step, picked in zip((9, 10), shard.rows_of(client, 3, 0), strict=False):
-                x = x - 0.3 * task.gradient(x, shard.batch(client, step, picked)).gradient
+            for step, picked in zip((9, 10), shard.steps.rows(client, 3, 0), strict=False):
+                x = x - 0.3 * task.gradient(x, shard.steps.batch(client, step, picked)).gradient
             got = engine.deployed(2, finished.w, client).x
             assert torch.equal(got, x)
             assert (got - finished.w[0]).abs().max() > 1e-3

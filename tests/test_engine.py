@@ -22,6 +22,7 @@ from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.door import check_trainable
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import Begin, Failed, Stopped, one_round, run
+from qupel.engine.steps import Steps
 from qupel.engine.workers import Pool, WorkerDied, Workers
 from qupel.parts.base import State, Upload
 from qupel.parts.methods.fedavg import FedAvg
@@ -359,7 +360,7 @@ def test_a_refused_client_keeps_the_state_it_had():
         for r in (0, 1):
             shared, *_ = one_round(job, engine, r, shared)
         before = engine.shard.state(1, 0, shared.w)
-        engine.shard.job = poison
+        engine.shard.job, engine.shard.steps = poison, Steps(poison)
         shared, told, refused, *_ = one_round(poison, engine, 2, shared)
         after = engine.shard.state(1, 0, shared.w)
     assert [r.split(": ")[:2] for r in refused] == [["Berta", "round 3, step 3"]]
@@ -599,7 +600,7 @@ def test_losses_are_named_after_where_they_were_evaluated():
                 shard, w = engine.shard, beginning(job).w
                 at_x, at_q = [], []
                 for client in range(3):
-                    batch = shard.batch(client, 0, shard.rows_of(client, 0)[0])
+                    batch = shard.steps.batch(client, 0, shard.steps.rows(client, 0)[0])
                     state = shard.state(client, 0, w)
                     for x, values in ((state.x, at_x), (state.codebook.hard(state.x), at_q)):
                         values.append(shard.problem(client).own.gradient(x, batch).loss)

@@ -93,7 +93,7 @@ def test_a_sample_held_back_that_nobody_can_train_on_ends_no_run(all_go):
     """Its client is refused as soon as it trains on all samples, as Local is; the others learn theirs anew."""
     job = make_job(hedged(held=0.5), bits=(2,))
     with Inline(job) as engine:
-        bad = job.parts[0].train_rows[engine.shard.held(0, 0)]
+        bad = job.parts[0].train_rows[engine.shard.steps.held(0, 0)]
         job.data.train.inputs[bad] = math.nan
         refused = [name for line in run(job, engine).lines for name in line.get("refused", [])]
     assert refused
@@ -111,14 +111,14 @@ def test_samples_held_back_are_seen_by_no_step_of_the_phase_and_by_all_later_one
     job = make_job([Phase(Hedged("both"), 3, held=0.5), Phase(Hedged("asked"), 3)])
     with Inline(job) as engine:
         shard, own = engine.shard, set(job.parts[0].train_rows.tolist())
-        held = set(job.parts[0].train_rows[shard.held(0, 0)].tolist())
+        held = set(job.parts[0].train_rows[shard.steps.held(0, 0)].tolist())
         assert len(held) == pytest.approx(len(own) / 2, abs=1)
         first, later = (
-            {*np.concatenate([shard.rows_of(0, r) for r in rounds]).ravel()} for rounds in ((0, 1, 2), (3, 4, 5))
+            {*np.concatenate([shard.steps.rows(0, r) for r in rounds]).ravel()} for rounds in ((0, 1, 2), (3, 4, 5))
         )
         assert first == own - held
         assert later == own
-        tried = islice(shard._ahead(0, 2, 0), 9)  # what w is tried with
+        tried = islice(shard.steps.ahead(0, 2, 0), 9)  # what w is tried with
         inputs = {tuple(x.ravel().tolist()) for x in job.data.train.read(sorted(held)).inputs}
         assert not any(tuple(x.ravel().tolist()) in inputs for batch in tried for x in batch.inputs)
 
@@ -131,7 +131,7 @@ def test_samples_held_back_decide_between_ones_own_model_and_w(fits, alone):
     with Inline(job) as engine:
         shard = engine.shard
         problem, w = shard.problem(0), shard.initial
-        held = shard._augmented(0, 0, job.parts[0].train_rows[shard.held(0, 0)])
+        held = shard.steps.augmented(0, 0, job.parts[0].train_rows[shard.steps.held(0, 0)])
         good = w.clone()
         for _ in range(60):
             good = good - 0.2 * problem.own.gradient(good, held).gradient
@@ -149,9 +149,9 @@ def test_the_evidence_is_what_the_formula_says():
     method = Hedged("both", eta1=Schedule(0.05))
     job = make_job([Phase(method, 1, held=0.5)])
     with Inline(job) as engine:
-        shard, held = engine.shard, engine.shard.held(0, 0)
-        problem, w, batches = shard.problem(0), shard.initial, list(islice(shard._ahead(0, 0, 0), 30))
-        unseen = shard._augmented(0, 0, job.parts[0].train_rows[held])
+        shard, held = engine.shard, engine.shard.steps.held(0, 0)
+        problem, w, batches = shard.problem(0), shard.initial, list(islice(shard.steps.ahead(0, 0, 0), 30))
+        unseen = shard.steps.augmented(0, 0, job.parts[0].train_rows[held])
         state = shard.state(0, 0, (w,))
         first = problem.own.value(w, batches[0])
         state, _ = method.step(state, problem, batches[0], job.clock(0, 0))

@@ -124,8 +124,8 @@ def test_it_is_as_if_training_began_at_the_lowered_bias():
         x = w.clone()
         x[bias.slice] += shift(labels, CLASSES, 0.5)
         for round in (2, 3):
-            for local, rows in enumerate(shard.rows_of(0, round)):
-                found = shard.problem(0).own.gradient(x, shard.batch(0, 3 * round + local, rows))
+            for local, rows in enumerate(shard.steps.rows(0, round)):
+                found = shard.problem(0).own.gradient(x, shard.steps.batch(0, 3 * round + local, rows))
                 x = x - 0.1 * found.gradient
     torch.testing.assert_close(models[0], x)
 

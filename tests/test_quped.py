@@ -220,7 +220,7 @@ def test_three_clients_with_three_networks_are_plain_pytorchs(reading, T, on, fr
             shared, *_ = one_round(job, engine, r, shared)
             uploads = []
             for i, client in enumerate(clients):
-                rows = engine.shard.rows_of(i, r)
+                rows = engine.shard.steps.rows(i, r)
                 batches = [batch_of(job.data.train, own, job.transform)[:2] for own in rows]
                 uploads.append(layout.flatten(client.round(w, batches, reading, T, on, fresh)))
             layout.load(w, torch.stack(uploads).double().mean(0).float())

@@ -92,7 +92,7 @@ def _disagreement(job: Job) -> str | None:
     one, many = Shard(job, ()), StackedShard(job, ())
     clients = job.cohort(0)[:2]
     size = min(job.batch, *(len(job.parts[i].train_rows) for i in clients))
-    rows = [one.rows_of(i, 0)[0, :size] for i in clients]  # (b,) each
+    rows = [one.steps.rows(i, 0)[0, :size] for i in clients]  # (b,) each
     batches = many.batches(clients, 0, np.stack(rows))
     names = dict.fromkeys(["", *(job.network_of(i) for i in range(len(job.parts)))])
     return next((why for name in names if (why := _network_disagreement(one, many, name, batches))), None)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ from torch import Tensor, nn
 from qupel.core.codebook import mean_bits, model_bytes
 from qupel.core.layout import Layout, Slot
 from qupel.core.quantize import dead_centers
-from qupel.core.schedule import Clock
-from qupel.data.batches import batch, chunks, generator, held_back, rows_of_steps
+from qupel.data.batches import batch, chunks
 from qupel.data.samples import Samples
 from qupel.engine.door import refuse_tokens
 from qupel.engine.job import Job
 from qupel.engine.ledger import noise_at, private_part
 from qupel.engine.rows import Forms
 from qupel.engine.sound import screen, sound
+from qupel.engine.steps import Steps
 from qupel.engine.store import DiskStore, MemoryStore, Store
 from qupel.engine.weights import shown_clients
 from qupel.engine.weights import told as told_weights
@@ -81,6 +80,7 @@ class Shard:
 
     def __init__(self, job: Job, mine: Sequence[int], store: str = "memory", scratch: Path | None = None) -> None:
         self.job = job
+        self.steps = Steps(job)
         self.mine = tuple(mine)
         self.noise: np.random.Generator | None = None  # of a client on a machine of its own, which tells no seed of it
         self.shown = shown_clients(job.plans)
@@ -92,7 +92,6 @@ class Shard:
         self.starts: dict[Any, tuple[Tensor, State]] = {}  # phase and plan -> a model, what `_start` made of it
         self.priors: dict[tuple[int, float], Prior] = {}
         self.biases: dict[str, Slot | None] = {}
-        self.held_rows: dict[tuple[int, float], np.ndarray] = {}
         layouts = {name: Layout.of(module) for name, module in job.modules.items()}
         self.forms = Forms(
             layout=lambda client: layouts[job.network_of(client)],
@@ -138,7 +137,7 @@ class Shard:
                 before = self.prior(client, k - 1) if k else NO_PRIOR
                 state = self._chosen(k - 1, state, client) if k else state
                 with own_randomness(), suppress(Diverged):  # who diverges goes on as it is, and is refused in its round
-                    x, past = self.start_of(name), self._past(client, k)
+                    x, past = self.start_of(name), self.steps.past(client, k)
                     state = again(method, state, x, past, job.plans[client], self.problem(client))
                 state = self._start(k, prior.entered(before, state), client)
             rows = w[:shared] if k == phase else method.broadcast(w[0])
@@ -212,54 +211,17 @@ class Shard:
     def _chosen(self, phase: int, state: State, client: int) -> State:
         """The state at the end of a phase, after the method's look at what it has held back; in the last phase that
         does, where several do."""
-        job, held = self.job, self.held(client, phase)
+        job, unseen = self.job, self.steps.unseen(client, phase)
         following = next((p.held for p in job.phases[phase + 1 :] if p.rounds), 0.0)
-        if held is None or not held.any() or following:
+        if unseen is None or following:
             return state
         end = sum(p.rounds for p in job.phases[: phase + 1])
-        rows = job.parts[client].train_rows[held]
-        unseen = batch(job.data.train, rows, job.transform_of(client))
         with own_randomness():
-            clock, ahead = job.clock(end - 1, job.local_steps - 1), self._ahead(client, end - 1, phase)
+            clock, ahead = job.clock(end - 1, job.local_steps - 1), self.steps.ahead(client, end - 1, phase)
             w = self.prior(client, len(job.phases) - 1).seen((state.w,), 1)[0]  # as its last model will see w
             with suppress(Diverged):  # nothing is told of samples that no model can be tried with
                 return chosen(job.phases[phase].method, replace(state, w=w), self.problem(client), ahead, unseen, clock)
         return state
-
-    def _past(self, client: int, phase: int) -> Iterator[tuple[Method, Iterator[tuple[Batch, Clock]]]]:
-        """The phases before one, as a client went through them, but for its samples, which are those of this phase."""
-        job, end = self.job, 0
-        for past in job.phases[:phase]:
-            begin, end = end, end + past.rounds
-            took_part = (round for round in range(begin, end) if client in job.cohort(round))
-            yield past.method, (step for round in took_part for step in self._steps(client, round, phase))
-
-    def _steps(self, client: int, round: int, phase: int) -> Iterator[tuple[Batch, Clock]]:
-        for local, seen in enumerate(self._batches(client, round, phase)):
-            yield seen, self.job.clock(round, local)
-
-    def _batches(self, client: int, round: int, phase: int) -> Iterator[Batch]:
-        """The client's batches of a round, of the rows that a phase sees."""
-        for local, rows in enumerate(self.rows_of(client, round, phase)):
-            yield self.batch(client, round * self.job.local_steps + local, rows)
-
-    def held(self, client: int, phase: int) -> np.ndarray | None:
-        """Which of a client's rows the steps of a phase do not see (n,); none: they see all."""
-        share = self.job.phases[phase].held
-        if not share:
-            return None
-        if (client, share) not in self.held_rows:
-            rows = self.job.parts[client].train_rows
-            targets = self.job.data.train.read(rows).targets if self.job.data.classes is not None else None
-            classes = isinstance(targets, Tensor) and targets.ndim == 1
-            labels = torch.as_tensor(targets).cpu().numpy() if classes else np.zeros(len(rows))
-            self.held_rows[client, share] = held_back(labels, share)
-        return self.held_rows[client, share]
-
-    def seen(self, client: int, phase: int) -> np.ndarray:
-        """The client's rows of the data set that the steps of a phase see."""
-        rows, held = self.job.parts[client].train_rows, self.held(client, phase)
-        return rows if held is None else rows[~held]
 
     def train(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Trained]:
         """tau local steps at each of these clients. A client that fails keeps the state it had before the round."""
@@ -268,13 +230,13 @@ class Shard:
         method = job.phases[phase].method
         for client in clients:
             state, told, problem = self.state(client, phase, w), Told(), self.problem(client)
-            picked = self.rows_of(client, round)  # (tau, b)
+            picked = self.steps.rows(client, round)  # (tau, b)
             upload, fault, batch = None, None, None
             try:
                 # a client that diverges is refused
                 with own_randomness(), np.errstate(invalid="ignore", over="ignore"):
                     for local in range(job.local_steps):
-                        batch = self.batch(client, round * job.local_steps + local, picked[local])
+                        batch = self.steps.batch(client, round * job.local_steps + local, picked[local])
                         state, info = method.step(state, problem, batch, job.clock(round, local))
                         told.add(info)
                     upload = self.sent(client, phase, method.upload(state), w)
@@ -300,25 +262,6 @@ class Shard:
             return upload
         return cover.leave(upload, w, self.noise or noise_at(self.job, client, round))
 
-    def rows_of(self, client: int, round: int, phase: int | None = None) -> np.ndarray:
-        """Rows of the data set that a client sees in a round, of those of its phase or another, by steps (tau, b)."""
-        job, owned = self.job, self.seen(client, self.job.locate(round)[0] if phase is None else phase)
-        return owned[rows_of_steps(job.seed, client, round * job.local_steps, job.local_steps, len(owned), job.batch)]
-
-    def batch(self, client: int, step: int, rows: np.ndarray) -> Batch:
-        job = self.job
-        # dropout draws from torch's generator: address it, too
-        seed = int(generator(job.seed, "dropout", client, step).integers(2**62))
-        torch.default_generator.manual_seed(seed)
-        if self.initial.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        return self._augmented(client, step, rows)
-
-    def _augmented(self, client: int, step: int, rows: np.ndarray) -> Batch:
-        job = self.job
-        rng = generator(job.seed, "augment", client, step) if job.transform.augment else None
-        return batch(job.data.train, rows, job.transform_of(client), rng)
-
     def deployed(self, client: int, round: int, w: Rows) -> Deployed:
         """The model the client would ship after `round`, w being the server's newest model."""
         phase, _ = self.job.locate(round)
@@ -330,13 +273,12 @@ class Shard:
         method, clock = self.job.phases[phase].method, self.job.clock(round, self.job.local_steps - 1)
         with own_randomness():
             return adapted(
-                method, self.state(client, phase, w), self.problem(client), self._ahead(client, round, phase), clock
+                method,
+                self.state(client, phase, w),
+                self.problem(client),
+                self.steps.ahead(client, round, phase),
+                clock,
             )
-
-    def _ahead(self, client: int, round: int, phase: int) -> Iterator[Batch]:
-        """The client's batches of the steps after a round, of the rows that a phase sees."""
-        for later in count(round + 1):
-            yield from self._batches(client, later, phase)
 
     def evaluate(self, round: int, w: Rows, clients: Sequence[int]) -> Iterator[Judged]:
         """Judge deployed(state) of each client after `round`, w being the server's newest model."""
@@ -369,7 +311,7 @@ class Shard:
         """What diagnostics look at: all of the client's training data, or the batch of its next step."""
         if mode == "full":
             return list(self.job.calibration(client, None))
-        return [next(self._ahead(client, round, self.job.locate(round)[0]))]
+        return [next(self.steps.ahead(client, round, self.job.locate(round)[0]))]
 
     def _score(self, client: int, x: Tensor, samples: Samples) -> Score:
         test = partial(chunks, samples, EVALUATION_BATCH, self.job.transform_of(client))

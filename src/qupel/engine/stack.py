@@ -74,7 +74,7 @@ class StackedShard(Shard):
     def _group(self, client: int, state: State, phase: int) -> Group:
         """Its network, the shape of its state and the size of its batches."""
         shape, _ = flatten(state, 0)
-        size = min(self.job.batch, len(self.seen(client, phase)))
+        size = min(self.job.batch, len(self.steps.seen(client, phase)))
         return self.job.network_of(client), *shape.parts.items(), *shape.layers.items(), size
 
     def _train_stack(self, round: int, w: Rows, members: dict[int, State]) -> Iterator[Trained]:
@@ -83,7 +83,7 @@ class StackedShard(Shard):
         own, shared = self.stack_task(job.network_of(clients[0])), self.stack_task("")
         phase, _ = job.locate(round)
         method, state = job.phases[phase].method, together(list(members.values()))
-        rows = np.stack([self.rows_of(client, round) for client in clients], axis=1)  # (tau, k, b)
+        rows = np.stack([self.steps.rows(client, round) for client in clients], axis=1)  # (tau, k, b)
         values: dict[str, list[list[float]]] = {}  # name -> per step, the clients' values
         faults: dict[int, str] = {}
         own.faults = shared.faults = {}
@@ -119,7 +119,7 @@ class StackedShard(Shard):
         """The clients' batches of a step, rows (k, b) of the data set: inputs (k, b, ...), targets (k, b, ...)."""
         job = self.job
         if job.transform.augment or job.transforms:
-            each = [self._augmented(client, step, own) for client, own in zip(clients, rows, strict=True)]
+            each = [self.steps.augmented(client, step, own) for client, own in zip(clients, rows, strict=True)]
             return Batch(*over(lambda *leaf: torch.stack(leaf), *map(tuple, each)))
         flat = batch(job.data.train, rows.reshape(-1), job.transform)
         return Batch(*over(lambda leaf: leaf.unflatten(0, rows.shape), tuple(flat)))
