@@ -24,6 +24,7 @@ from qupel.core.optim import Memory
 from qupel.tasks.task import Value
 
 Rows = tuple[Tensor, ...]  # what travels: r vectors (..., d), one for most methods
+Quantized = tuple[Tensor, Codebook, Memory]  # a model, its levels and its optimizer's memory
 RECEIVED = {"received": True}  # of a field that `receive` fills at the start of every round
 
 
@@ -75,6 +76,11 @@ class Info:
     loss: Value | None = None
     quantized_loss: Value | None = None
     more: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def any_loss(self) -> Value:
+        """What the step knows best of what the model lost on its batch."""
+        return next(v for v in (self.loss, self.quantized_loss, *self.more.values()) if v is not None)
 
 
 def as_rows(x: Tensor, size: int) -> Rows:

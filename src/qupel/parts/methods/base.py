@@ -52,7 +52,7 @@ from torch import Tensor
 from qupel.core.codebook import Codebook, Plan
 from qupel.core.optim import Memory, Optimizer
 from qupel.core.schedule import Clock, Schedule
-from qupel.parts.base import Deployed, Info, Rows, State, Upload
+from qupel.parts.base import Deployed, Info, Quantized, Rows, State, Upload
 from qupel.parts.quantizers import Quantizer, quantizers
 from qupel.tasks.task import Batch, Problem, Task
 from qupel.util.registry import Registry
@@ -78,6 +78,7 @@ class Method(Protocol):
 
 methods.protocol = Method
 
+Stepped = tuple[Tensor, Codebook, Memory, Info]
 Past = Iterable[tuple[Method, Iterable[tuple[Batch, Clock]]]]  # methods of phases, each with the steps of a client
 
 
@@ -174,12 +175,12 @@ def quantized_step(
     quantizer: Quantizer,
     optimizer: Optimizer,
     eta1: Schedule,
-    model: tuple[Tensor, Codebook, Memory],
+    model: Quantized,
     task: Task,
     batch: Batch,
     clock: Clock,
     pull: tuple[Tensor, float] | None = None,
-) -> tuple[Tensor, Codebook, Memory, Info]:
+) -> Stepped:
     """One step of a quantized model on f plus a term whose gradient at x is strength * direction, `pull` the two of
     them: Algorithm 1 (lines 2 to 5) for the quantizer `prox`, the plain optimizer's step for `none`."""
     x, codebook, memory = model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import ClassVar, Literal
 
@@ -11,32 +11,19 @@ import torch
 from torch import Tensor
 
 from qupel.core.codebook import Codebook, Plan
-from qupel.core.optim import SGD, Adam, Memory, Optimizer
+from qupel.core.optim import SGD, Adam, Optimizer
 from qupel.core.schedule import Clock, Schedule
-from qupel.parts.base import Deployed, Info, Rows, State, Upload
+from qupel.parts.base import Deployed, Info, Quantized, Rows, State, Upload
+from qupel.parts.beside import HedgedState
 from qupel.parts.evidence import alone_by_itself, choice, gain, nothing, sent
-from qupel.parts.methods.base import OneRow, Past, methods, quantized_step
+from qupel.parts.methods.base import OneRow, Past, Stepped, methods, quantized_step
 from qupel.parts.quantizers import Quantizer
 from qupel.parts.quantizers.none import NoQuantizer
-from qupel.tasks.task import Batch, Problem, Value, each_loss
+from qupel.tasks.task import Batch, Problem, each_loss
 
 ADAM = Adam()
 Batches = Iterable[Batch]
 TRIES = 30  # steps that w has at a client before it is compared with the client's own model
-
-
-@dataclass(frozen=True, kw_only=True)
-class HedgedState(State):
-    """alone: 1 where the client goes its own way (..., 1). first: what w lost on the client's first batch (..., 1).
-    evidence: what samples held back say of going alone (..., 4). v: until clients have chosen, the model trained alone,
-    with its levels and `memory`, which is then that of x; the shared optimizer's is `shared_memory`."""
-
-    alone: Tensor
-    first: Tensor
-    evidence: Tensor
-    v: Rows = ()
-    v_codebook: Codebook = field(default_factory=Codebook)
-    shared_memory: Memory = ()
 
 
 @methods.register("hedged", about="FedAvg with a model of one's own beside it until held-back samples have chosen")
@@ -84,7 +71,7 @@ class Hedged(OneRow):
         if self.stage == "own":
             b = replace(b, v=(), v_codebook=Codebook(), memory=b.memory if b.v else self.alone_optimizer.memory(x))
         else:
-            b = self._beside(b if b.v else replace(b, v=(b.x,)), plan, problem)
+            b = self._begin_beside(b if b.v else replace(b, v=(b.x,)), plan, problem)
         return replace(b, x=x, codebook=codebook, shared_memory=self.optimizer.memory(x))
 
     def again(self, b: State, x: Tensor, past: Past, plan: Plan, problem: Problem) -> State:
@@ -94,23 +81,16 @@ class Hedged(OneRow):
         b = replace(b, v=(x,), v_codebook=Codebook())
         for method, steps in past:
             p = method if isinstance(method, Hedged) else replace(self, stage="both", quantizer=NoQuantizer())
-            b = p._beside(b, plan, problem)
+            b = p._begin_beside(b, plan, problem)
             for batch, clock in steps:
-                v, v_codebook, memory, _ = p._alone_step(b, problem, batch, clock)
-                b = replace(b, v=(v,), v_codebook=v_codebook, memory=memory)
+                b = b.with_beside(*p._step(b.beside, problem, batch, clock, alone=True)[:3])
         return b
 
-    def _beside(self, b: HedgedState, plan: Plan, problem: Problem) -> HedgedState:
-        """A phase begins for v: its levels, and its optimizer's memory, which stays while clients are asked."""
-        v, v_codebook = self.quantizer.start(State(b.v[0], b.w, b.v_codebook), plan, problem.own.layout)
-        memory = b.memory if self.stage == "asked" and b.memory else self.alone_optimizer.memory(v)
-        return replace(b, v=(v,), v_codebook=v_codebook, memory=memory)
-
-    def _alone_step(
-        self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock
-    ) -> tuple[Tensor, Codebook, Memory, Info]:
-        beside = s.v[0], s.v_codebook, s.memory
-        return quantized_step(self.quantizer, self.alone_optimizer, self.alone_eta1, beside, problem.own, batch, clock)
+    def _begin_beside(self, b: HedgedState, plan: Plan, problem: Problem) -> HedgedState:
+        """v's levels for this phase, and its optimizer's memory, which stays while clients are asked."""
+        v, codebook = self.quantizer.start(State(b.v[0], b.w, b.v_codebook), plan, problem.own.layout)
+        stays = self.stage == "asked" and b.memory
+        return b.with_beside(v, codebook, b.memory if stays else self.alone_optimizer.memory(v))
 
     def receive(self, state: HedgedState, w: Rows) -> HedgedState:
         if self.stage == "own":
@@ -121,15 +101,17 @@ class Hedged(OneRow):
     def step(self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock) -> tuple[HedgedState, Info]:
         return (self._personal if self.stage == "own" else self._both)(s, problem, batch, clock)
 
+    def _step(self, model: Quantized, problem: Problem, batch: Batch, clock: Clock, alone: bool = False) -> Stepped:
+        """A step of the shared model, or of the one trained alone."""
+        optimizer, eta1 = (self.alone_optimizer, self.alone_eta1) if alone else (self.optimizer, self.eta1)
+        return quantized_step(self.quantizer, optimizer, eta1, model, problem.own, batch, clock)
+
     def _both(self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock) -> tuple[HedgedState, Info]:
-        model = s.x, s.codebook, s.shared_memory
-        v, v_codebook, memory, own = self._alone_step(s, problem, batch, clock)
-        x, codebook, shared, info = quantized_step(
-            self.quantizer, self.optimizer, self.eta1, model, problem.own, batch, clock
-        )
-        first = torch.where(s.first > 0, s.first, torch.as_tensor(_loss(info)).to(s.first).view_as(s.first))
-        s = replace(s, x=x, codebook=codebook, shared_memory=shared, v=(v,), v_codebook=v_codebook, memory=memory)
-        return replace(s, first=first), replace(info, more={**info.more, "alone_loss": _loss(own)})
+        v, v_codebook, memory, own = self._step(s.beside, problem, batch, clock, alone=True)
+        x, codebook, shared, info = self._step((s.x, s.codebook, s.shared_memory), problem, batch, clock)
+        first = torch.where(s.first > 0, s.first, torch.as_tensor(info.any_loss).to(s.first).view_as(s.first))
+        s = replace(s.with_beside(v, v_codebook, memory), x=x, codebook=codebook, shared_memory=shared, first=first)
+        return s, replace(info, more={**info.more, "alone_loss": own.any_loss})
 
     def _personal(self, s: HedgedState, problem: Problem, batch: Batch, clock: Clock) -> tuple[HedgedState, Info]:
         descent = self.quantizer.gradient(s.x, s.codebook, problem.own, batch, clock)
@@ -144,12 +126,12 @@ class Hedged(OneRow):
     def choose(self, s: HedgedState, problem: Problem, batches: Batches, held: Batch, clock: Clock) -> HedgedState:
         if self.stage != "both":
             return s
-        model = s.w, s.codebook, self.optimizer.memory(s.w)
+        model: Quantized = s.w, s.codebook, self.optimizer.memory(s.w)
         for batch in islice(batches, TRIES):
-            model = quantized_step(self.quantizer, self.optimizer, self.eta1, model, problem.own, batch, clock)[:3]
-        w, v = self.quantizer.deployed(*model[:2]), self.quantizer.deployed(s.v[0], s.v_codebook)
-        together, apart = (each_loss(problem.own, found.x, held) for found in (w, v))
-        evidence = gain(together, apart, float(s.first)).to(s.evidence)
+            model = self._step(model, problem, batch, clock)[:3]
+        w, v = (self.quantizer.deployed(*found[:2]).x for found in (model, s.beside))
+        shared, own = (each_loss(problem.own, x, held) for x in (w, v))
+        evidence = gain(shared, own, float(s.first)).to(s.evidence)
         return replace(s, evidence=evidence, alone=alone_by_itself(evidence))
 
     def upload(self, state: HedgedState) -> Upload | None:
@@ -163,8 +145,3 @@ class Hedged(OneRow):
 
     def tie(self, time: float) -> float:
         return self.lambda_p(time) if self.stage == "own" else 0.0
-
-
-def _loss(info: Info) -> Value:
-    """What a step says the model lost on its batch."""
-    return next(v for v in (info.loss, info.quantized_loss, *info.more.values()) if v is not None)
