@@ -422,7 +422,7 @@ def test_recipes_are_made_of_their_parts():
     momentum = FedAvgM(0.9, nesterov=True)
     assert [p.server for p in preset("qupel")] == [momentum, momentum, momentum, Mean(), Mean()]
     assert [p.prior for p in preset("qupel")] == [0, 0, 0, 0.5, 0.5]
-    assert [p.held for p in preset("qupel")] == [0.1, 0.1, 0, 0, 0]
+    assert [p.held for p in preset("qupel")] == [0.2, 0.2, 0, 0, 0]
 
 
 SEAMS = ["qupel", "local", "qupel-prox", "local-prox", "fedavg", "fedavg-finetune", "ptq-kmeans"]
