@@ -63,17 +63,19 @@ def rows_of_steps(seed: int, client: int, step: int, steps: int, count: int, siz
     return drawn.astype(np.int64).reshape(steps, size)
 
 
-LEAST, MOST = 2, 20  # samples that are held back; of fewer nothing can be told, of more not much else
+FIRST, LEAST, MOST = 10, 2, 20  # samples that nothing is held back of; that are, at least and at the most
 
 
 def held_back(labels: np.ndarray, share: float) -> np.ndarray:
-    """Whether a client's sample is held back (n,): of every class the last ones, as windows of one recording stand side
-    by side and are too alike to be split at random. From 2 to 20; none of fewer than 8.
+    """Whether a client's sample is held back (n,): a share of those beyond the first ten, 2 to 20, as who has few misses
+    each, and of more than 20 not much else is told; none of fewer than 8. Of every class it is the last ones: windows
+    of one recording stand side by side, and are too alike to be split at random.
 
-    >>> held_back(np.array([0, 0, 0, 0, 1, 1, 1, 1, 1, 1]), 0.5).astype(int)
-    array([0, 0, 1, 1, 0, 0, 0, 1, 1, 1])
+    >>> held_back(np.array([0] * 8 + [1] * 12), 0.5).nonzero()[0]
+    array([ 6,  7, 17, 18, 19])
     """
-    share = min(max(share, LEAST / len(labels)), MOST / len(labels)) if len(labels) >= 4 * LEAST else 0.0
+    count = min(max(share * (len(labels) - FIRST), LEAST), MOST) if len(labels) >= 4 * LEAST else 0.0
+    share = count / len(labels) if count else 0.0
     held, owed = np.zeros(len(labels), bool), 0.5
     for label in np.unique(labels):
         rows = np.flatnonzero(labels == label)

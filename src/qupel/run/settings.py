@@ -94,7 +94,7 @@ class Settings(BaseModel):
     # sharing that knows when to stop (recipes qupel and local)
     server_momentum: float = Field(0.9, ge=0, lt=1, description="Nesterov momentum of the server while w is shared")
     held: float = Field(
-        0.2, ge=0, lt=1, description="share of its samples (2 to 20) by which clients choose; 0: none goes"
+        0.2, ge=0, lt=1, description="share of its samples beyond 10 by which a client chooses; 0: none goes alone"
     )
     alone_eta1: float = Field(0.003, gt=0, description="step size of Adam for a model that is trained alone")
     prior: float = Field(0.5, ge=0, description="pseudo-counts of the label prior of personal models; 0: none")
