@@ -3,7 +3,7 @@
     python experiments/trials/choice.py RUNS.jsonl [--seeds 201 202] [--kinds KIND ...]    run, and add to the file
     python experiments/trials/choice.py RUNS.jsonl --only-rules                            what is there
 
-Made-up federations (`kinds.py`), a fifth of the samples held back: each once with all clients forced to stay, and once
+Made-up federations (`kinds.py`), samples held back as usual: each once with all clients forced to stay, and once
 as Local, with the losses of w and v on every sample that was held back. Then, for shares of these and margins, what the
 means of the gain would have chosen, and how far the result is below Local, in points: docs/results/tried.md.
 """
@@ -77,7 +77,7 @@ def main():
         for share in (1.0, 0.5):
             rng = np.random.default_rng(0)
             lost = [below_local(run, share, margin, rng) for run in runs]
-            what = f"margin {margin:+.2f}, {0.2 * share:.1f} of the samples"
+            what = f"margin {margin:+.2f}, {share:.0%} of what was held back"
             print(f"{what}: {np.mean(lost):.2f} below Local, worst {max(lost):.1f}")
 
 
