@@ -201,6 +201,9 @@ def test_a_client_takes_for_its_gain_what_all_have_seen():
     assert choices([0.3, 0.2, -0.1, 0.2], 0.05) == [1.0] * 4  # noise: all like the mean
     assert choices([-0.3, -0.2, 0.1, -0.2], 0.05) == [0.0] * 4
     assert choices([0.3, 0.2, -0.1, 0.2], 0.0001) == [1.0, 1.0, 0.0, 1.0]  # differences: each like itself
+    assert choices([0.015] * 4, 0.008) == [1.0] * 4
+    assert choices([0.015] * 4, 0.04) == [0.0] * 4  # less than a tenth of one client's standard error
+    assert choices([0.008] * 4, 0.0001) == [0.0] * 4  # hardly worth it, however sure
     m, m_2, s = MARGIN + 0.1, 0.06 + (MARGIN + 0.1) ** 2, 0.02  # by hand: t = 0.02, so e and m count alike
     told, stays, goes = torch.tensor([m, m_2, s, 1.0]), torch.zeros(1), torch.ones(1)
     for e, expected in ((MARGIN - 0.09, goes), (MARGIN - 0.11, stays)):

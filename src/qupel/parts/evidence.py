@@ -23,7 +23,8 @@ from torch.nn.functional import pad
 
 from qupel.parts.base import Rows
 
-MARGIN = 0.01  # what going alone must be worth: those who stay gain a little more in what is to come
+MARGIN = 0.01  # what going alone must be worth: those who stay gain a little more in what is to come,
+DOUBT = 0.1  # and at least so many of a client's standard errors: nobody leaves for noise
 
 
 def gain(shared: Sequence[float], own: Sequence[float], first: float) -> Tensor:
@@ -61,4 +62,5 @@ def choice(evidence: Tensor, told: Tensor, before: Tensor) -> Tensor:
     m, m_2, s = (part / share for part in sums)  # the means over those who have such samples
     t = (m_2 - m**2 - 2 * s).clamp(min=0)
     shrunk = torch.where(known > 0, (t * e + s * m) / (t + s), m)
-    return torch.where((share > 0) & (s > 0), (shrunk > MARGIN).to(before), before)
+    margin = (DOUBT * s.sqrt()).clamp(min=MARGIN)
+    return torch.where((share > 0) & (s > 0), (shrunk > margin).to(before), before)
