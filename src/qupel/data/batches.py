@@ -67,9 +67,9 @@ FIRST, LEAST, MOST = 10, 2, 20  # samples that nothing is held back of; that are
 
 
 def held_back(labels: np.ndarray, share: float) -> np.ndarray:
-    """Whether a client's sample is held back (n,): a share of those beyond the first ten, 2 to 20, as who has few misses
-    each, and of more than 20 not much else is told; none of fewer than 8. Of every class it is the last ones: windows
-    of one recording stand side by side, and are too alike to be split at random.
+    """Whether a client's sample is held back (n,): a share of all beyond the first ten, 2 to 20; none of fewer than 8.
+    Who has few misses each, and more than 20 tell not much else. Of every class it is the last ones: windows of one
+    recording stand side by side, and are too alike to be split at random.
 
     >>> held_back(np.array([0] * 8 + [1] * 12), 0.5).nonzero()[0]
     array([ 6,  7, 17, 18, 19])
