@@ -330,7 +330,15 @@ def test_parq_at_its_end_is_straight_through_on_signs():
     assert torch.equal(a.codebook.centers[0], b.codebook.centers[0])
 
 
-@pytest.mark.parametrize("step", [0, 10, 25, 40, 60])
+def test_parq_leaves_weights_alone_until_it_begins():
+    """Weights beyond the outermost levels, too: r = 1 alone would clip them."""
+    method, far = local(PARQ(begin=0.5, end=1.0)), torch.tensor([-0.1, 0.1]).double()
+    s = begun(X, far, torch.ones(6))
+    for step, at in ((4, X), (5, put(X, X[1:7].clamp(*far.tolist())))):
+        close(stepped(method, s, clock=Clock(step, 10, 5)).x, X - 0.1 * A * (at - B))
+
+
+@pytest.mark.parametrize("step", [5, 10, 25, 40, 60])
 def test_parq_is_torchaos(step):
     optim = pytest.importorskip("torchao.prototype.parq.optim")
     theirs, u = optim.ProxPARQ(anneal_start=5, anneal_end=50, steepness=10), drawn(0, 200).float()

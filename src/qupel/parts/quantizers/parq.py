@@ -23,8 +23,8 @@ class PARQ:
     """y <- y - eta1 grad f(prox(y));  prox(y) = clip(m + (y - m)/r, c_j, c_{j+1}) between two levels with middle m.
 
     `State.x` holds y. 1/r is the slope: r falls from 1 (the identity within the levels) to 0 (Q(y)) over the phase, as
-    a mirrored sigmoid of this steepness between the shares `begin` and `end` of its steps. Levels: signs times mean |y|
-    for 1 bit, else one Lloyd step a step. What ships is Q(y).
+    a mirrored sigmoid of this steepness between the shares `begin` and `end` of its steps; before `begin` prox(y) = y.
+    Levels: signs times mean |y| for 1 bit, else one Lloyd step a step. What ships is Q(y).
     """
 
     steepness: float = 10.0
@@ -50,7 +50,7 @@ class PARQ:
         return (at - last) / (first - last)
 
     def gradient(self, x: Tensor, codebook: Codebook, task: Task, batch: Batch, clock: Clock) -> Descent:
-        if not codebook:
+        if not codebook or clock.step < self.begin * clock.steps:
             return descend_at(x, task, batch)
         r = self.inverse_slope(clock)
         if r == 0:
