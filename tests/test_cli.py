@@ -99,8 +99,21 @@ def test_split_shows_who_has_what(qupel, tmp_path):
         assert sum(v > 0 for v in counts) == 4  # classes a client
         assert sum(counts) == int(row[11]) == 8
         assert int(row[13]) == 4
-    assert max(map(len, out.splitlines())) <= 80
-    assert (tmp_path / "p.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_split_of_the_papers_sizes_fits_80_columns(qupel):
+    """Four digits a number; where classes are many, how many of them a client has."""
+    for classes, words in ((10, 14), (40, 5)):
+        y = np.arange(40_000) % classes
+        x = np.zeros((len(y), 1), np.float32)
+        np.savez(f"{classes}.npz", x_train=x, y_train=y, x_test=x, y_test=y)
+        how = (f"data.name={classes}.npz", "split.kind=iid", "split.clients=8", "split.train_per_client=5000")
+        code, out, err = qupel("split", "c.toml", *(word for each in how for word in ("--set", each)))
+        assert (code, err) == (0, "")
+        assert max(map(len, out.splitlines())) <= 80
+        assert "…" not in out
+        rows = [line.split() for line in out.splitlines() if line.strip()][-8:]
+        assert [(len(row), row[-3]) for row in rows] == [(words, "5000")] * 8
 
 
 # --- runs ---

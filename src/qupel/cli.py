@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
 from qupel import __version__
 from qupel.deploy import commands as deploy
@@ -28,6 +27,7 @@ from qupel.util.terminal import (
     Watcher,
     err,
     leave_quietly,
+    number_table,
     out,
     plain,
     shown,
@@ -71,6 +71,8 @@ Vectorize = Annotated[
 
 TargetEpsilon = flower.TargetEpsilon
 Delta = flower.Delta
+
+MOST_CLASSES = 12  # whose counts fit 80 columns
 
 DEMO = """
 seeds = [0, 1, 2, 3, 4]
@@ -282,12 +284,14 @@ def split(
     if dataset.classes is None or labels is None:
         raise UserError(f"{dataset.name} has no class labels to count")
     counts = partition.table(parts, labels, dataset.classes)
-    table = Table("client", *[str(c) for c in range(dataset.classes)], "train", "valid", "test", padding=(0, 1))
+    few = dataset.classes <= MOST_CLASSES
+    head = ["client", *(map(str, range(dataset.classes)) if few else ["classes"]), "train", "valid", "test"]
+    body = []
     for i, (row, part) in enumerate(zip(counts, parts, strict=True)):
-        cells = [str(n) if n else "[dim]·[/dim]" for n in row]
+        cells = [str(n) if n else "·" for n in row] if few else [str(sum(n > 0 for n in row))]
         sizes = (len(part.train_rows), len(part.validation_rows), len(part.test_rows))
-        table.add_row(str(i), *cells, *map(str, sizes))
-    out.print(table)
+        body.append([str(i), *cells, *map(str, sizes)])
+    out.print(number_table(head, body))
     if picture is not None:
         from qupel.report.figures import split_picture
 
