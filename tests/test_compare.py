@@ -17,8 +17,10 @@ from qupel.core.quantize import init_centers
 from qupel.deploy.file import load
 from qupel.engine.rounds import Stopped
 from qupel.report import leaderboard
+from qupel.report.figures import leaderboard_picture
 from qupel.report.runs import place
 from qupel.run import compare, config, jobs
+from qupel.run.commands import leaderboard as command
 from qupel.run.comparing import How, run_comparison, show_progress
 from qupel.run.experiment import run_experiment
 from qupel.util.errors import UserError
@@ -402,6 +404,27 @@ def test_the_overview_has_the_best_rival_at_every_width(board):
     text = leaderboard.markdown(alone)  # nobody to compare with
     assert "the best other" not in text
     assert "****" not in text
+
+
+def test_the_picture_has_the_reference_and_its_best_rivals(board, tmp_path):
+    federation = board["federations"]["drawn"]
+    told = [t for t in leaderboard.by_width(federation, board["reference"]) if t[1] is not None and t[2]]
+    panel, legend, *_ = leaderboard_picture(board).axes
+    assert (panel.get_title(), panel.get_xscale()) == ("drawn", "log")
+    lines = [line.get_xydata().tolist() for line in panel.lines]
+    for cells in ([t[1] for t in told], [t[2][0] for t in told]):
+        assert [[leaderboard.shipped(c), c["mean"]] for c in cells] in lines
+    dots = panel.collections[-1].get_offsets().tolist()
+    assert dots == [[leaderboard.shipped(c), c["mean"]] for t in told for c in t[2][1:]]
+    assert [text.get_text() for text in panel.texts] == [str(t[1]["bits"]) for t in told]
+    assert len(legend.get_legend().get_texts()) == 3
+    source = tmp_path / "board.json"
+    source.write_text(json.dumps(board))
+    command(source, tmp_path, picture=tmp_path / "board.svg")
+    assert "<svg" in (tmp_path / "board.svg").read_text()
+    with pytest.raises(UserError, match=r"board.gif: allowed are .png, .svg and .pdf"):
+        command(source, tmp_path / "none", picture=tmp_path / "board.gif")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

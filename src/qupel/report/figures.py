@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qupel.report import leaderboard
 from qupel.report.charts import LIGHT, Chart, Comparison, Series
 from qupel.report.measure import Measure, main_measure
 from qupel.report.tables import Result, Row, size
@@ -27,8 +28,7 @@ def split_picture(counts: np.ndarray, labels: Sequence[str], path: Path) -> None
     """Clients x classes: the area of a dot is the number of training samples."""
     from matplotlib.figure import Figure
 
-    if path.suffix not in {".png", ".svg", ".pdf"}:
-        raise UserError(f"cannot draw {path}: allowed are .png, .svg and .pdf")
+    check_picture(path)
     clients, classes = counts.shape
     figure = Figure(figsize=(1.2 + 0.45 * classes, 1 + 0.24 * clients), layout="constrained", dpi=150)
     axes = figure.add_subplot()
@@ -71,6 +71,59 @@ def comparison_picture(results: Sequence[Result], table: Sequence[Row], path: Pa
     figure.savefig(path)
 
 
+def leaderboard_picture(board: dict[str, Any]) -> Figure:
+    """Score against bytes, a panel a federation: the reference at its numbers of bits, the best of the others at each,
+    and the rest as dots, of which those far below are cut off."""
+    from matplotlib.figure import Figure
+
+    found = board["federations"]
+    columns = min(3, len(found) + 1)
+    rows = len(found) // columns + 1  # a place more, for the legend
+    figure = Figure(figsize=(3.1 * columns, 2.6 * rows), layout="constrained", dpi=150)
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    marks: list[Any] = []
+    for axes, (title, federation) in zip(panels, found.items(), strict=False):
+        axes.set(title=_name(title), ylabel=_name(leaderboard.measure_of(federation).axis), xscale="log")
+        marks = _draw_federation(axes, federation, board["reference"]) or marks
+        _plain(axes)
+    for axes in panels[len(found) :]:
+        axes.axis("off")
+    names = [f"{board['reference']}, at so many bits", "the best other at the same", "the others"]
+    about = {"frameon": False, "loc": "center", "title": "score against bytes of a model's file"}
+    panels[len(found)].legend(marks, names, **about)
+    return figure
+
+
+def _draw_federation(axes: Axes, federation: dict[str, Any], reference: str) -> list[Any]:
+    """What is drawn, for a legend; nothing where there is nobody to compare with."""
+    ours, best, rest = [], [], []
+    for _, cell, others in leaderboard.by_width(federation, reference):
+        if cell is not None and others:
+            ours.append(cell)
+            best.append(others[0])
+            rest += others[1:]
+    if not ours:
+        return []
+    at = [(list(map(leaderboard.shipped, cells)), [c["mean"] for c in cells]) for cells in (ours, best, rest)]
+    marks = [
+        axes.errorbar(*at[0], [c["std"] or 0.0 for c in ours], fmt="o-", color=LIGHT[0], capsize=3, zorder=3),
+        axes.plot(*at[1], "s--", color="0.35", markersize=4.5)[0],
+        axes.scatter(*at[2], s=9, color="0.75"),
+    ]
+    for c in ours:
+        axes.annotate(
+            str(c["bits"]), (leaderboard.shipped(c), c["mean"]), (5, 6), textcoords="offset points", fontsize=8
+        )
+    m, means = leaderboard.measure_of(federation), [*at[0][1], *at[1][1]]
+    low, high = min(means), max(means)
+    room = (high - low or 1.0) * np.array([0.6, 0.3] if m.higher else [0.3, 0.6])
+    axes.set_ylim(low - room[0], high + room[1])
+    sizes = _apart(sorted(at[0][0]), 2.6)
+    axes.set_xticks(sizes, [size(s) for s in sizes], fontsize=8)
+    axes.minorticks_off()
+    return marks
+
+
 def curves_picture(lines: Sequence[dict[str, Any]], scored: str) -> Figure:
     """One run: the mean test score of the deployed models over the rounds, beside it the training losses."""
     from matplotlib.figure import Figure
@@ -105,6 +158,12 @@ def _apart(sizes: Sequence[float], ratio: float = 1.8) -> list[float]:
         if not kept or value > ratio * kept[-1]:
             kept.append(value)
     return kept
+
+
+def check_picture(path: Path) -> None:
+    """What a picture can be drawn to."""
+    if path.suffix not in {".png", ".svg", ".pdf"}:
+        raise UserError(f"cannot draw {path}: allowed are .png, .svg and .pdf")
 
 
 def _plain(axes: Axes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,20 +137,25 @@ def shown_bits(bits: int) -> str:
     return "full precision" if bits == 32 else f"{bits} bit{'s' * (bits > 1)}"
 
 
-def sentence(federation: Federation, reference: str) -> str:
-    """Where another method wins, and where none does."""
-    m, parts, best = measure_of(federation), [], []
+def by_width(federation: Federation, reference: str) -> Iterator[tuple[int, Cell | None, list[Cell]]]:
+    """By bits: the reference's cell, and those of the others that are compared with it, the best first."""
     for bits in dict.fromkeys(c["bits"] for c in federation["cells"]):
         here = [c for c in federation["cells"] if c["bits"] == bits and c["mean"] is not None]
         ours = next((c for c in here if c["method"] == reference), None)
-        above = sorted((c for c in here if c["gain"] is not None and c["gain"] < 0), key=lambda c: c["gain"])
-        if above:
-            first, *others = [f"by {_apart(c, m)}" for c in above[:3]]
+        yield bits, ours, sorted((c for c in here if c["gain"] is not None), key=lambda c: c["gain"])
+
+
+def sentence(federation: Federation, reference: str) -> str:
+    """Where another method wins, and where none does."""
+    m, parts, best = measure_of(federation), [], []
+    for bits, ours, others in by_width(federation, reference):
+        if above := [c for c in others if c["gain"] < 0]:
+            first, *more = [f"by {_apart(c, m)}" for c in above[:3]]
             told = [f"{name(above[0])} ends above {reference} {first}"]
-            told += [f"{name(c)} {by}" for c, by in zip(above[1:], others, strict=False)]
+            told += [f"{name(c)} {by}" for c, by in zip(above[1:], more, strict=False)]
             told += [f"{len(above) - 3} more do"] if len(above) > 3 else []
             parts.append(f"at {shown_bits(bits)} {', '.join(told)}")
-        elif ours is not None and len(here) > 1:
+        elif ours is not None and others:
             best.append(f"at {shown_bits(bits)} ({m.said(ours['mean'])})")
     parts += [f"no other method ends above {reference} {', '.join(best)}"] if best else []
     text = "; ".join(parts)
@@ -162,10 +167,7 @@ def overview(board: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for title, federation in board["federations"].items():
         m = measure_of(federation)
-        for bits in dict.fromkeys(c["bits"] for c in federation["cells"]):
-            here = [c for c in federation["cells"] if c["bits"] == bits and c["mean"] is not None]
-            ours = next((c for c in here if c["method"] == board["reference"]), None)
-            others = sorted((c for c in here if c["gain"] is not None), key=lambda c: c["gain"])
+        for bits, ours, others in by_width(federation, board["reference"]):
             if ours is None or not others:
                 continue
             best = dict(zip(HEAD, (text for text, _ in _texts(others[0], m)), strict=True))
@@ -179,6 +181,11 @@ def _apart(c: Cell, m: Measure) -> str:
     gap = abs(c["gain"])
     sure = "not tested" if c["p"] is None else f"p = {c['p']:.2g}" if c["p"] < 0.05 else "not significant"
     return f"{gap:.1f} points ({sure})" if m.percent else f"{gap:.4g} ({sure})"
+
+
+def shipped(c: Cell) -> float:
+    """Bytes of a client's model file; computed ones where no files were written."""
+    return float(c["file_bytes"] if c["file_bytes"] is not None else c["model_bytes"])
 
 
 def name(c: Cell) -> str:
@@ -215,7 +222,7 @@ def _texts(c: Cell, m: Measure) -> list[tuple[str, float | str | None]]:
     def number(value: float | None, text: str) -> tuple[str, float | None]:
         return ("", None) if value is None else (text, value)
 
-    file = c["file_bytes"] if c["file_bytes"] is not None else c["model_bytes"]
+    file = shipped(c)
     spread = f" ± {m.text(c['std'])}" if c["seeds"] > 1 and c["mean"] is not None else ""
     interval = "" if c["low"] is None else f"{m.text(c['low'], sign='+')} to {m.text(c['high'], sign='+')}"
     p = "" if c["p"] is None else "<1e-4" if c["p"] < 1e-4 else f"{c['p']:.4f}"

@@ -44,8 +44,7 @@ def chart(federation: Federation, places: Places, reference: str) -> Chart:
     m = numbers.measure_of(federation)
     points = []
     for c in sorted(federation["cells"], key=lambda c: c["method"] != reference):
-        size = c["file_bytes"] if c["file_bytes"] is not None else c["model_bytes"]
-        at = {"series": places[c["method"], c["bits"]], "x": size, "y": c["mean"], "std": c["std"]}
+        at = {"series": places[c["method"], c["bits"]], "x": numbers.shipped(c), "y": c["mean"], "std": c["std"]}
         points.append({**at, "name": f"{numbers.name(c)}, {shown_bits(c['bits'])}", "group": c["method"]})
     about = {"kind": "scatter", "x": "bytes of a client's model", "y": m.axis, "unit": "%" if m.percent else ""}
     return {**about, "name": m.name, "points": points}

@@ -128,16 +128,27 @@ def _watched(what: str, rounds: int) -> Iterator[Callable[[Any, Any], None]]:
 def leaderboard(
     source: Annotated[Path, typer.Argument(help="the directory of a comparison, or a leaderboard.json")],
     folder: Annotated[Path | None, typer.Option("--out", help="folder to publish to (default: where it is)")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="also draw scores against bytes, a panel a federation, to this PNG or SVG")
+    ] = None,
     open: Annotated[bool, typer.Option("--open", help="show the page in the browser")] = False,
 ) -> None:
     """Write the leaderboard of a comparison: leaderboard.json, .md and one page, .html."""
     import webbrowser
 
-    from qupel.report.leaderboard import publish
+    from qupel.report.figures import check_picture, leaderboard_picture
+    from qupel.report.leaderboard import NUMBERS, publish
+    from qupel.util.files import read_json
 
     if not source.exists():
         raise UserError(f"{source}: no such file or folder")
-    written = publish(source, folder or (source if source.is_dir() else source.parent))
+    if picture is not None:
+        check_picture(picture)
+    folder = folder or (source if source.is_dir() else source.parent)
+    written = publish(source, folder)
+    if picture is not None:
+        leaderboard_picture(read_json(folder / NUMBERS)).savefig(picture)
+        written = [picture, *written]
     out.print(f"written: {', '.join(shown(p) for p in written)}", highlight=False, soft_wrap=True)
     if open:
         webbrowser.open(written[-1].resolve().as_uri())
