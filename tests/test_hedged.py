@@ -14,7 +14,7 @@ from qupel.core.schedule import Schedule
 from qupel.data.batches import generator, held_back
 from qupel.engine.inline import Inline
 from qupel.engine.rounds import run
-from qupel.parts.evidence import MARGIN, choice, gain
+from qupel.parts.evidence import DOUBT, MARGIN, SURE, choice, gain
 from qupel.parts.methods import hedged as hedged_file
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.methods.hedged import Hedged
@@ -164,7 +164,7 @@ def test_the_evidence_is_what_the_formula_says():
         losses = [np.minimum(each_loss(problem.own, x, unseen), first) / first for x in (u, state.v[0])]
         gains = losses[0] - losses[1]
         e, n = gains.mean(), len(gains)
-        assert found.tolist() == pytest.approx([e, e**2, gains.var(ddof=1) / n, 1.0], rel=1e-3)
+        assert found.tolist() == pytest.approx([e, e**2, gains.var(ddof=1) / n, 1.0, float(n >= 5)], rel=1e-3)
 
 
 def test_samples_that_no_model_can_be_tried_with_say_nothing():
@@ -194,25 +194,40 @@ def test_each_loss_is_the_loss_of_each_sample():
 def test_a_client_takes_for_its_gain_what_all_have_seen():
     """Shrunk to the clients' mean: entirely where they differ no more than chance lets them, hardly where they do."""
 
-    def choices(gains, variance):
-        evidence = torch.tensor([[e, e * e, variance, 1.0] for e in gains])
-        return choice(evidence, evidence.mean(0).expand(len(gains), 4), torch.zeros(len(gains), 1))[:, 0].tolist()
+    def choices(gains, variance, enough=1.0):
+        evidence = torch.tensor([[e, e * e, variance, 1.0, enough] for e in gains])
+        return choice(evidence, evidence.mean(0).expand(len(gains), 5), torch.zeros(len(gains), 1))[:, 0].tolist()
 
     assert choices([0.3, 0.2, -0.1, 0.2], 0.05) == [1.0] * 4  # noise: all like the mean
     assert choices([-0.3, -0.2, 0.1, -0.2], 0.05) == [0.0] * 4
     assert choices([0.3, 0.2, -0.1, 0.2], 0.0001) == [1.0, 1.0, 0.0, 1.0]  # differences: each like itself
-    assert choices([0.015] * 4, 0.008) == [1.0] * 4
-    assert choices([0.015] * 4, 0.04) == [0.0] * 4  # less than a tenth of one client's standard error
-    assert choices([0.008] * 4, 0.0001) == [0.0] * 4  # hardly worth it, however sure
     m, m_2, s = MARGIN + 0.1, 0.06 + (MARGIN + 0.1) ** 2, 0.02  # by hand: t = 0.02, so e and m count alike
     told, stays, goes = torch.tensor([m, m_2, s, 1.0]), torch.zeros(1), torch.ones(1)
-    for e, expected in ((MARGIN - 0.09, goes), (MARGIN - 0.11, stays)):
-        for part in (1.0, 0.25):  # of those who have such samples, whatever part of all they are
-            assert torch.equal(choice(torch.tensor([e, e * e, s, 1.0]), part * told, stays), expected)
-    assert torch.equal(choice(torch.zeros(4), told, stays), goes)  # no samples of its own: as the others
+    for enough, most in ((1.0, MARGIN - SURE * s**0.5), (0.0, max(MARGIN, DOUBT * s**0.5))):
+        for apart, expected in ((0.01, goes), (-0.01, stays)):
+            e = 2 * (most + apart) - m
+            for part in (1.0, 0.25):  # of those who have such samples, whatever part of all they are
+                evidence = torch.tensor([e, e * e, s, 1.0, enough])
+                assert torch.equal(choice(evidence, part * told, stays), expected)
+    assert torch.equal(choice(torch.zeros(5), told, stays), goes)  # no samples of its own: as the others
     for before in (stays, goes):  # nobody told
-        assert torch.equal(choice(torch.tensor([9.0, 81.0, 0.0, 1.0]), torch.zeros(5), before), before)
-        assert torch.equal(choice(torch.tensor([9.0, 81.0, 0.0, 1.0]), torch.ones(2), before), before)  # of two numbers
+        evidence = torch.tensor([9.0, 81.0, 0.0, 1.0, 1.0])
+        assert torch.equal(choice(evidence, torch.zeros(5), before), before)
+        assert torch.equal(choice(evidence, torch.ones(2), before), before)  # of two numbers
+
+
+def test_who_is_not_sure_goes_but_few_samples_stay():
+    """The margin is in a client's standard errors: below nought where they say enough, else above it."""
+
+    def choices(gain, error, enough):
+        evidence = torch.tensor([gain, gain**2, error**2, 1.0, enough])
+        return choice(evidence, evidence, torch.zeros(1)).item()
+
+    assert [choices(gain, 0.16, 1.0) for gain in (-0.015, -0.03)] == [1.0, 0.0]
+    assert [choices(gain, 0.02, 1.0) for gain in (0.008, 0.004)] == [1.0, 0.0]  # going is worth something, too
+    assert [choices(gain, 0.2, 0.0) for gain in (0.03, 0.015)] == [1.0, 0.0]
+    assert [choices(gain, 0.02, 0.0) for gain in (0.012, 0.008)] == [1.0, 0.0]
+    assert [gain([1.0] * n, [0.5] * n, 1.0)[-1].item() for n in (4, 5)] == [0.0, 1.0]
 
 
 def test_the_clients_means_come_back_in_the_second_round_that_asks():
@@ -224,7 +239,7 @@ def test_the_clients_means_come_back_in_the_second_round_that_asks():
         states = [engine.shard.store.get(i, done.w[0])[1] for i in range(len(job.parts))]
         shares = np.array([job.share(i) for i in range(len(job.parts))])
         evidence = np.array([s.evidence.tolist() for s in states])
-        mean = shares @ evidence / shares.sum()
+        mean = (shares @ evidence / shares.sum())[:4]
         assert done.w[1][:4].tolist() == pytest.approx(mean.tolist(), rel=1e-4)
         assert not done.w[1][4:].any()
         told = torch.tensor(mean, dtype=torch.float32)

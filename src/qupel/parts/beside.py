@@ -14,7 +14,7 @@ from qupel.parts.base import Quantized, Rows, State
 @dataclass(frozen=True, kw_only=True)
 class HedgedState(State):
     """alone: 1 where the client goes its own way (..., 1). first: what w lost on the client's first batch (..., 1).
-    evidence: what samples held back say of going alone (..., 4). v: until clients have chosen, the model trained alone,
+    evidence: what samples held back say of going alone (..., 5). v: until clients have chosen, the model trained alone,
     with its levels and `memory`, which is then that of x; the shared optimizer's is `shared_memory`."""
 
     alone: Tensor
