@@ -1,11 +1,11 @@
-"""What choosing who goes alone loses against Local, by how many samples judge and what going must be worth.
+"""What choosing who goes alone loses against Local, by how sure a client must be that sharing is better.
 
     python experiments/trials/choice.py RUNS.jsonl [--seeds 201 202] [--kinds KIND ...]    run, and add to the file
     python experiments/trials/choice.py RUNS.jsonl --only-rules                            what is there
 
 Made-up federations (`kinds.py`), samples held back as usual: each once with all clients forced to stay, and once
-as Local, with the losses of w and v on every sample that was held back. Then, for shares of these and margins, what the
-means of the gain would have chosen, and how far the result is below Local, in points: docs/results/tried.md.
+as Local, with the losses of w and v on every sample that was held back. Then, for so many standard errors of a client,
+what would have been chosen, and how far the result is from Local, in points: docs/results/tried.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import qupel
 from qupel.parts import evidence
 from qupel.parts.methods import hedged
 
-ROUNDS, DRAWS = 30, 20
+ROUNDS = 30
 
 
 def forced(kind, seed):
@@ -44,21 +44,12 @@ def forced(kind, seed):
     return {"stay": list(stay), "local": list(qupel.fit(net, clients, method="local", **how).test), "held": told}
 
 
-def below_local(run, share, margin, rng):
-    """Points below Local, the mean over draws of a share of the samples."""
-    lost = []
-    for _ in range(DRAWS if share < 1 else 1):
-        found = []
-        for shared, own, first in run["held"]:
-            rows = rng.permutation(len(shared))[: max(2, round(share * len(shared)))]
-            found.append(evidence.gain([shared[i] for i in rows], [own[i] for i in rows], first))
-        means = torch.stack(found).mean(0).float()
-        before = torch.zeros(1)
-        evidence.MARGIN = margin
-        goes = [bool(evidence.choice(each.float(), means, before)) for each in found]
-        result = np.where(goes, run["local"], run["stay"])
-        lost.append(100 * (np.mean(run["local"]) - result.mean()))
-    return max(np.mean(lost), 0.0)
+def above_local(run, sure):
+    """Points above Local, the mean over the clients."""
+    evidence.SURE = sure
+    found = torch.stack([evidence.gain(shared, own, first) for shared, own, first in run["held"]]).float()
+    goes = evidence.choice(found, found.mean(0).expand_as(found), torch.zeros(len(found), 1))[:, 0].numpy()
+    return 100 * (np.where(goes, run["local"], run["stay"]).mean() - np.mean(run["local"]))
 
 
 def main():
@@ -73,12 +64,12 @@ def main():
         with asked.runs.open("a") as file:
             print(json.dumps({"kind": kind, "seed": seed, **forced(kind, seed)}), file=file)
     runs = [json.loads(line) for line in asked.runs.read_text().splitlines()]
-    for margin in (0.02, 0.01, 0.0, -0.02):
-        for share in (1.0, 0.5):
-            rng = np.random.default_rng(0)
-            lost = [below_local(run, share, margin, rng) for run in runs]
-            what = f"margin {margin:+.2f}, {share:.0%} of what was held back"
-            print(f"{what}: {np.mean(lost):.2f} below Local, worst {max(lost):.1f}")
+    for sure in (0.0, 0.1, 0.2, 0.25, 0.3, 0.4):
+        above = np.array([above_local(run, sure) for run in runs])
+        below = np.maximum(-above, 0)
+        worst = ", ".join(f"{v:.1f}" for v in sorted(below)[:-4:-1])
+        told = f"{below.mean():.2f} below Local, worst {worst}; {above.mean():+.2f} in the mean"
+        print(f"{sure:.2f} standard errors: {told}")
 
 
 if __name__ == "__main__":
