@@ -139,7 +139,7 @@ def _take_failures(config: Config, folder: Path, others: Sequence[Path]) -> None
 
 
 def _key(config: Config, cell: Cell) -> str:
-    return fingerprint(config, cell, build_job(config, cell).phases)
+    return fingerprint(config, cell, build_job(config, cell, check=False).phases)
 
 
 def _run(config: Config, folder: Path, what: str, how: How, wanted: Callable[[str, int], bool]) -> None:

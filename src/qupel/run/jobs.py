@@ -178,16 +178,18 @@ def loss_for(data: sources.Dataset, loss: Loss | None) -> Loss:
     return with_weights(loss) if weighted else loss
 
 
-def build_job(config: Config, cell: Cell) -> Job:
-    """The job of one cell. Cells of a seed share data, split and initial model, so that comparisons are paired."""
+def build_job(config: Config, cell: Cell, *, check: bool = True) -> Job:
+    """The job of one cell. Cells of a seed share data, split and initial model, so that comparisons are paired.
+    check: whether model and loss are tried on the data; who only asks what would be run need not."""
     data = data_of(config)
     parts = split_data(config, data, cell.seed)
     module, networks = build_model(config, data, cell), build_networks(config, data, cell)
     plans = build_plans(config, cell, {"": module, **networks}, data, len(parts))
     job = assemble(config, cell, module, data, parts, plans, networks)
-    check_trainable(job)
+    if check:
+        check_trainable(job)
     if (source := source_of(config, cell)) is not None:
-        taken = build_job(config, source)
+        taken = build_job(config, source, check=check)
         if any(taken.plans) and not all(is_dense(p) for p in taken.phases):
             raise UserError(f"methods.{cell.label}.of = {source.label!r}: its models are quantized; give it bits = 32")
     return job

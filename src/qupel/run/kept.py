@@ -90,7 +90,7 @@ def _finished(others: Sequence[Path]) -> Known:
 def _adopt(config: Config, cell: Cell, out: Path, known: Known) -> Result | None:
     """Take one cell over, with its models where they are there; None: nobody has it. One of the same label is the very
     same cell; of another's it is told whose it was."""
-    done, key = result_file(out, cell), fingerprint(config, cell, build_job(config, cell).phases)
+    done, key = result_file(out, cell), fingerprint(config, cell, build_job(config, cell, check=False).phases)
     for path in sorted(known.get(key, ()), key=lambda p: p.parent.name != cell.name):
         try:
             result = _checked(path)
