@@ -1,5 +1,6 @@
 """One client sends poison: what is too far from w is refused, a ruined w goes back, and the run ends in every case."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -8,16 +9,19 @@ import pytest
 import torch
 
 from qupel.core.schedule import Schedule
+from qupel.engine import rounds
 from qupel.engine.checkpoint import Checkpoints
 from qupel.engine.guard import REST, Guard
 from qupel.engine.inline import Inline
-from qupel.engine.rounds import Failed, Stopped, run
+from qupel.engine.rounds import Begin, Failed, Stopped, run
 from qupel.engine.shard import Trained
 from qupel.engine.workers import Pool, Workers
 from qupel.parts.base import Upload
 from qupel.parts.methods.fedavg import FedAvg
 from qupel.parts.phase import Phase
 from qupel.parts.quantizers.binaryrelax import BinaryRelax
+from qupel.run import config
+from qupel.run.experiment import run_experiment
 from tiny import final_models, make_job, recipe, run_inline, same, timeless
 
 SIZES = (12,) * 6
@@ -112,6 +116,39 @@ def test_a_ruined_w_goes_back_and_the_suspect_sits_out(tmp_path):
     assert f"{'as after round' if first['to'] else 'as at the start'}" in note
     assert "client 2 moved farthest and sit out until round" in note
     assert json.dumps(backs)  # part of the metrics
+
+
+def test_a_run_that_begins_after_shared_rounds_goes_back_to_where_it_began():
+    """Not to the first model; and what the guard learned in those rounds it still knows."""
+    job = make_job([Phase(FedAvg(eta1=Schedule(0.2)), 24)], sizes=SIZES)
+    first = replace(job, phases=[replace(job.phases[0], rounds=8)])
+    known = Guard(50.0, len(SIZES), 1)
+    with Inline(first) as engine:
+        shared = run(first, engine)
+    known.known.losses, known.known.phase = [0.05, 0.04, 0.03], 0
+    begin = Begin(8, shared.w, lines=shared.lines, guard=known.save())
+    with Inline(job) as engine:
+        finished = run(job, Poisoned(engine, ruin), begin=begin)
+    backs = [b for line in finished.lines for b in line.get("rolled_back", [])]
+    assert backs
+    assert {b["to"] for b in backs} == {8}
+    assert "over 10 times the 0.05 of the first rounds" in backs[0]["note"]
+    assert ": w and the clients' states are as after round 8 again" in backs[0]["note"]
+
+
+def test_what_the_guard_knows_of_shared_rounds_is_what_a_run_of_its_own_would_know(tmp_path, monkeypatch):
+    seen = []
+
+    class Seen(Guard):
+        def __init__(self, *how):
+            super().__init__(*how)
+            seen.append(copy.deepcopy(self.known))
+
+    monkeypatch.setattr(rounds, "Guard", Seen)
+    text = "rounds = 10\nlocal_steps = 2\nevaluate_every = 10\n[split]\nclients = 4\ntrain_per_client = 20\n"
+    text += '[methods.A]\nrecipe = "qupel"\n[methods.B]\nrecipe = "qupel"\nbits = 3\n'
+    run_experiment(config.parse(text, "test"), tmp_path / "run")
+    assert [len(known.losses) for known in seen] == [0, 3, 3, 3]  # the shared rounds, A; those are there, B
 
 
 def test_a_checkpoint_made_just_before_is_the_ruined_one_and_is_not_gone_back_to(tmp_path):
@@ -246,13 +283,24 @@ def test_those_who_send_no_share_do_not_say_what_is_usual():
 
 def test_losses_by_hand():
     guard = Guard(10.0, clients=3, keep=1)
+
+    def said(*losses, phase=0):
+        told = []
+        for loss in losses:
+            guard.begin(0, phase, W)
+            guard.present(range(3))
+            told.append(guard.exploded({"loss": loss}))
+        return told
+
     guard.begin(0, 0, W)
     guard.present(range(3))
     assert guard.exploded({}) is None  # clients that keep their losses to themselves
-    assert [guard.exploded({"loss": v}) for v in (1.0, 2.0, 1.5, 20.0)] == [None] * 4
+    assert said(1.0, 2.0, 1.5, 20.0) == [None] * 4
     assert guard.exploded({"loss": 20.1}) == "the clients' mean loss is 20.1, over 10 times the 2 of the first rounds"
     assert guard.exploded({"loss_quantized": 20.1}) == guard.exploded({"loss": 20.1})
     assert guard.exploded({}) is None  # those of this round are private
     assert guard.exploded({"relaxed_loss": 0.5}) is None  # they have one, of another kind
     guard.present([])
     assert guard.exploded({}) is None  # nobody took part
+    assert said(25.0, 250.0, phase=1) == [None] * 2  # a phase may begin anywhere, and says what is high in it
+    assert said(250.1, phase=1) != [None]

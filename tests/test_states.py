@@ -87,7 +87,7 @@ def test_every_checkpoint_holds_what_was_there(store, tmp_path):
                 assert found[client][: 4 * LAYOUT.size] == state.x.numpy().tobytes()
         if rounds % 7 == 0:  # as the guard does: this checkpoint and the one before are taken back
             checkpoints.forget(rounds - 2)
-            folder = checkpoints.load(LAYOUT).folder
+            folder = checkpoints.load(LAYOUT).states
             store.load(folder, range(N))
             held = dict(expected[rounds - 2])
         for client in range(0, N // 4, 3):
@@ -150,7 +150,7 @@ def test_damage_that_all_have_is_found_when_it_is_read(three):
     checkpoints, files = three
     flip(files[0], 5 * ROW + 10)
     store = MemoryStore(FORMS)
-    store.load(checkpoints.load(LAYOUT).folder, range(10))
+    store.load(checkpoints.load(LAYOUT).states, range(10))
     assert store.get(4, W)
     with pytest.raises(Damaged, match=rf"{files[0]} is damaged: the checksum of client 5 is wrong"):
         store.get(5, W)

@@ -60,13 +60,13 @@ class Since:
 
 
 class Saved(NamedTuple):
-    """A checkpoint that is sound. `folder` has the clients' states; the log had `logged` bytes."""
+    """A checkpoint that is sound. `states` is a folder with the clients' states; the log had `logged` bytes."""
 
     rounds: int
     w: Rows
     memory: ServerState
     since: Since
-    folder: Path
+    states: Path
     guard: dict[str, Any] | None
     logged: int
 

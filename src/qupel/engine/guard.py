@@ -26,7 +26,7 @@ from qupel.parts.base import vector
 
 RECENT = 5  # rounds whose medians say what is usual
 FLOOR = 1e-3  # of |w|: what is usual is never taken to be less
-FIRST = 3  # rounds of the run whose losses say what is high
+FIRST = 3  # rounds of the run whose losses say what is high; those of a phase's first round do, too
 HIGH = 10.0  # times the highest of these: the loss has exploded
 SUSPECT = 3.0  # times the median of its round: an upload that may have ruined w
 NAMED = 20  # suspects that are remembered at most
@@ -39,7 +39,7 @@ class Known:
 
     phase: int = -1
     medians: list[float] = field(default_factory=list)  # of |upload - w| in the last rounds of the phase
-    losses: list[float] = field(default_factory=list)  # means of the first rounds of the run
+    losses: list[float] = field(default_factory=list)  # means of the first rounds of the run and of its phases
     far: list[dict[str, float]] = field(default_factory=lambda: [{}])  # suspects between checkpoints, the newest last
     back: dict[str, int] = field(default_factory=dict)  # client -> round (from 0) in which it takes part again
     rests: dict[str, int] = field(default_factory=dict)  # client -> how often it had to sit out
@@ -64,7 +64,8 @@ class Guard:
     # --- one round ---
 
     def begin(self, round: int, phase: int, w: Tensor) -> None:
-        if phase != self.known.phase:
+        self.new = phase != self.known.phase  # other samples, another quantizer: losses may begin anywhere
+        if self.new:
             self.known.phase, self.known.medians = phase, []
         self.round, self.w = round, w
         self.size = float(torch.linalg.vector_norm(w)) if self.bound < math.inf else 0.0
@@ -131,7 +132,7 @@ class Guard:
         loss = told.get("loss", told.get("loss_quantized", math.nan))
         if self.bound == math.inf or not self.asked:
             return None
-        if len(self.known.losses) < FIRST and math.isfinite(loss):
+        if (self.new or len(self.known.losses) < FIRST) and math.isfinite(loss):
             self.known.losses.append(loss)
         high = max(self.known.losses, default=math.inf)
         if loss > HIGH * high:

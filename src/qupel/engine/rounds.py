@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qupel.core.layout import Layout
 from qupel.engine import scores
-from qupel.engine.checkpoint import Checkpoints, Since
+from qupel.engine.checkpoint import Checkpoints, Saved, Since
 from qupel.engine.guard import Guard
 from qupel.engine.job import Job
 from qupel.engine.ledger import Ledger, noise_of, private_part
@@ -76,7 +76,7 @@ class Progress:
 
 class Begin(NamedTuple):
     """Where a run begins: rounds done, the server's model and memory, the metrics so far, a folder with the clients'
-    states, the seconds that these rounds took."""
+    states, the seconds that these rounds took, what the guard knows of them."""
 
     rounds: int
     w: Rows
@@ -84,6 +84,7 @@ class Begin(NamedTuple):
     lines: Sequence[dict[str, Any]] = ()
     states: Path | None = None
     seconds: float = 0.0
+    guard: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ def run(
     start."""
     layout = Layout.of(job.module)
     initial = layout.flatten(job.module)
-    start, w, memory, before, states, spent = begin or Begin(0, (initial,))
-    lines = list(before)
-    since, known = Since(), None
+    begin = begin or Begin(0, (initial,))
+    start, w, memory, before, states, spent, known = begin
+    lines, since = list(before), Since()
     if checkpoints:
         found = checkpoints.load(layout)
         if found:
@@ -130,7 +131,9 @@ def run(
         if within == 0:
             past = (job.phases[phase - 1], model.memory) if phase else None
             model = enter(job.phases[phase], model.w, job.first_means, past)
-        model, info, refused, sent, moved, back = guarded_round(job, engine, round, model, guard, checkpoints, ledger)
+        model, info, refused, sent, moved, back = guarded_round(
+            job, engine, round, model, guard, checkpoints, begin, ledger
+        )
         drawn.update(job.cohort(round))
         if back:
             since.rolled_back.append(back)
@@ -207,10 +210,11 @@ def guarded_round(
     model: Shared,
     guard: Guard,
     checkpoints: Checkpoints | None,
+    begin: Begin,
     ledger: Ledger | None = None,
 ) -> tuple[*Round, dict[str, Any] | None]:
     """A round and, where it shows that w is ruined and someone may have done it, how far w and the clients' states went
-    back. Rounds are counted on: a run ends, whatever is sent to it."""
+    back: to a checkpoint, at last to where the run began. Rounds are counted on: a run ends, whatever is sent to it."""
     try:
         done = one_round(job, engine, round, model, guard, ledger)
         why = guard.exploded(done[1])
@@ -225,23 +229,24 @@ def guarded_round(
     returned, layout = guard.known.returned, Layout.of(job.module)
     every = job.checkpoint_every or job.evaluate_every  # not those of a stop: a run that is resumed goes the same way
     before = round if returned is None else min(returned, round)  # one made just now holds the ruined w
-    good = checkpoints.load(layout, before, every) if checkpoints else None
+    saved = checkpoints.load(layout, before, every) if checkpoints else None
     if checkpoints:
-        checkpoints.forget(good.rounds if good else 0)
-    engine.load(good.folder if good else None)
+        checkpoints.forget(saved.rounds if saved else 0)
+    good: Saved | Begin = saved or begin
+    engine.load(good.states)
     phase, _ = job.locate(round)
-    if good and job.locate(good.rounds - 1)[0] == phase:
+    then = job.locate(good.rounds - 1)[0] if good.rounds else None
+    if then == phase:
         back_to = Shared(good.w, good.memory).to(model.w[0].device)
     else:  # of another phase, or none: the server begins this one again
-        first = good.w if good else (layout.flatten(job.module),)
-        past = (job.phases[job.locate(good.rounds - 1)[0]], good.memory) if good else None
-        back_to = enter(job.phases[phase], first, job.first_means, past).to(model.w[0].device)
-    guard.known.returned = good.rounds if good else 0
+        past = (job.phases[then], good.memory) if then is not None else None
+        back_to = enter(job.phases[phase], good.w, job.first_means, past).to(model.w[0].device)
+    guard.known.returned = good.rounds
     until = guard.send_to_rest(suspects)
-    where = f"as after round {good.rounds}" if good else "as at the start"
+    where = f"as after round {good.rounds}" if good.rounds else "as at the start"
     note = f"{why}: w and the clients' states are {where} again; {job.list_names(suspects)} moved farthest and "
     note += f"sit out until round {until + 1}"
-    back = {"round": round + 1, "to": good.rounds if good else 0, "suspects": suspects, "until": until, "note": note}
+    back = {"round": round + 1, "to": good.rounds, "suspects": suspects, "until": until, "note": note}
     return back_to, done[1], done[2], done[3], ([], vector(back_to.w), vector(back_to.w)), back
 
 

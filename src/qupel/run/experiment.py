@@ -246,10 +246,9 @@ def run_cell(
         built = build_job(config, cell)
     job = built.to(device)
     checkpoints = Checkpoints(folder, fingerprint(config, cell, job.phases), config.keep_checkpoints)
-    begin = None
-    began = time.monotonic()
-    if (shared := shared_rounds(config, cell, job)) and checkpoints.newest() is None:
-        begin = shared_start(config, cell, job, shared, out, crew, workers, watch, should_stop)
+    began, resumed = time.monotonic(), checkpoints.newest() is not None
+    shared = shared_rounds(config, cell, job)
+    begin = shared_start(config, cell, job, shared, out, crew, workers, watch, should_stop) if shared else None
     with engine_for(config, cell, job, crew, workers, folder) as engine:
         finished = run(
             job,
@@ -272,7 +271,7 @@ def run_cell(
     result |= adapt_unseen(config, cell, built, origin, folder)
     result |= {"config": shared_settings(config, cell), "data_identity": identity(config)}
     result["method"] = json.loads(config.methods[cell.label].model_dump_json())
-    if begin is not None:
+    if begin is not None and not resumed:
         result["seconds"] = time.monotonic() - began
     write_result(done, result)
     checkpoints.remove()
@@ -305,4 +304,4 @@ def shared_start(
     saved = checkpoints.load(Layout.of(job.module))
     assert saved is not None
     due = [line for line in finished.lines if line["round"] % job.evaluate_every == 0 or rounds == job.phases[0].rounds]
-    return Begin(rounds, saved.w, saved.memory, due, saved.folder, finished.lines[-1]["seconds"])
+    return Begin(rounds, saved.w, saved.memory, due, saved.states, finished.lines[-1]["seconds"], saved.guard)
