@@ -114,9 +114,10 @@ def _draw_federation(axes: Axes, federation: dict[str, Any], reference: str) -> 
         axes.annotate(
             str(c["bits"]), (leaderboard.shipped(c), c["mean"]), (5, 6), textcoords="offset points", fontsize=8
         )
-    m, means = leaderboard.measure_of(federation), [*at[0][1], *at[1][1]]
-    low, high = min(means), max(means)
-    room = (high - low or 1.0) * np.array([0.6, 0.3] if m.higher else [0.3, 0.6])
+    m = leaderboard.measure_of(federation)
+    ends = [c["mean"] + sign * (c["std"] or 0.0) for c in ours for sign in (-1, 1)] + at[1][1]
+    low, high = min(ends), max(ends)
+    room = (high - low or 1.0) * np.array([0.4, 0.1] if m.higher else [0.1, 0.4])
     axes.set_ylim(low - room[0], high + room[1])
     sizes = _apart(sorted(at[0][0]), 2.6)
     axes.set_xticks(sizes, [size(s) for s in sizes], fontsize=8)
