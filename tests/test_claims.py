@@ -297,11 +297,11 @@ def leaderboard_claim():
     assert {c["method"] for _, c in above} == {"feddyn", "fedavgm + tuning", "ditto"}
     assert min(c["p"] for _, c in above) > 0.05
     assert 2 not in {c["bits"] for _, c in above}
-    places = {3: "three", 4: "four", 5: "five"}[len(above)]
+    cases = {3: "three", 4: "four", 5: "five"}[len(above)]
     return (
         "On CIFAR-10, by classes and by Dirichlet(0.3), QuPeL ends above every other at every width (p < 0.05). On EMG "
         "of 40 people, MNIST by writer and Shakespeare's roles nobody ends above it at 2 bits; at other widths FedDyn, "
-        f"FedAvgM + tuning or Ditto do in {places} places on the writers and roles, by "
+        f"FedAvgM + tuning or Ditto do in {cases} cases on the writers and roles, by "
         f"{-min(c['gain'] for _, c in above):.1f} points at most, none told apart."
     )
 
